@@ -92,7 +92,8 @@ class Run:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, safe: bool) -> None:
+def test_resume_exactly(tmp_path: Path, safe: bool) -> None:
+    """A run goes on as if it had never stopped."""
     straight = Run()
     straight.train(5)
     states = {"optimizers": [straight.optimizer.state_dict()], "schedulers": [straight.scheduler.state_dict()]}
@@ -112,7 +113,8 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, safe: bool) ->
     assert (found.step, found.world, found.objects) == (5, 1, {})
 
 
-def test_several_of_everything_keep_their_numbers(tmp_path: Path) -> None:
+def test_several_of_everything_keep_numbers(tmp_path: Path) -> None:
+    """Several of everything keep their numbers."""
     models = [{"weight": torch.full((2,), float(number))} for number in range(3)]
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=float(number + 1)).state_dict() for number in range(2)]
     layout.write(tmp_path, models=models, optimizers=optimizers, objects=[{"n": 0}, {"n": 1}], samplers=[(4, 7), (5, 8)], world=3, step=9)
@@ -125,7 +127,8 @@ def test_several_of_everything_keep_their_numbers(tmp_path: Path) -> None:
     assert (sorted(found.ranks), found.world, found.step) == ([0, 1, 2], 3, 9)
 
 
-def test_only_the_ranks_that_are_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_ranks_asked_for_read(tmp_path: Path) -> None:
+    """Only the ranks that are asked for are read."""
     layout.write(tmp_path, world=4, step=6)
     (tmp_path / "random_states_3.pkl").write_bytes(b"damaged")
     found = read_accelerate_checkpoint(tmp_path, ranks=[2])
@@ -133,7 +136,8 @@ def test_only_the_ranks_that_are_asked_for_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_weights_in_several_files_are_those_of_one(tmp_path: Path, safe: bool) -> None:
+def test_weights_in_several_files_those_of(tmp_path: Path, safe: bool) -> None:
+    """Weights in several files are those of one."""
     weights = {f"layer.{number}": torch.randn(3) for number in range(4)}
     suffix, stem = (".safetensors", "model") if safe else (".bin", "pytorch_model")
     layout.write(tmp_path)
@@ -150,7 +154,8 @@ def test_weights_in_several_files_are_those_of_one(tmp_path: Path, safe: bool) -
     assert all(torch.equal(found[0][name], weights[name]) for name in weights)
 
 
-def test_safetensors_win_over_pickled_weights_and_it_is_said(tmp_path: Path) -> None:
+def test_safetensors_before_pickled_weights(tmp_path: Path) -> None:
+    """Safetensors win over pickled weights and it is said."""
     layout.write(tmp_path, models=[{"weight": torch.ones(1)}])
     layout.write(tmp_path, models=[{"weight": torch.zeros(1)}], safe=False)
     found = read_accelerate_checkpoint(tmp_path)
@@ -169,7 +174,8 @@ def test_samplers_and_loaders_not_read(tmp_path: Path, parts: dict[str, Any], al
     assert any(name in line and "skip_first_batches" in line for line in said)
 
 
-def test_what_the_library_never_noted_is_said(tmp_path: Path) -> None:
+def test_what_library_never_noted_said(tmp_path: Path) -> None:
+    """What the library never noted is said."""
     (tmp_path / "run").mkdir()
     torch.save({"n": 1}, tmp_path / "run" / "custom_checkpoint_0.pkl")
     said = " ".join(read_accelerate_checkpoint(tmp_path / "run").said)
@@ -178,7 +184,8 @@ def test_what_the_library_never_noted_is_said(tmp_path: Path) -> None:
     assert "no random_states_0.pkl" in said
 
 
-def test_random_states_of_devices_are_kept_for_known_ones_and_said_for_others(tmp_path: Path) -> None:
+def test_random_states_of_devices(tmp_path: Path) -> None:
+    """Random states of devices are kept for known ones and said for others."""
     layout.write(tmp_path)
     rows = [torch.arange(16, dtype=torch.uint8)] * 2
     more = {"torch_cuda_manual_seed": rows, "torch_abc_manual_seed": rows, "xm_seed": 5}
@@ -205,7 +212,8 @@ class Marked:
         self.__dict__.update(state)
 
 
-def test_objects_of_other_classes_are_left_out_unless_pickle_is_allowed(tmp_path: Path) -> None:
+def test_other_classes_need_allow_pickle(tmp_path: Path) -> None:
+    """Objects of other classes are left out unless pickle is allowed."""
     layout.write(tmp_path, objects=[{"n": 1}, {"inner": [Marked()]}])
     Marked.made = 0
     found = read_accelerate_checkpoint(tmp_path)
@@ -216,7 +224,8 @@ def test_objects_of_other_classes_are_left_out_unless_pickle_is_allowed(tmp_path
 
 
 @pytest.mark.parametrize("part", ["optimizers", "schedulers"])
-def test_a_state_that_cannot_do_without_pickle_is_refused_by_name(tmp_path: Path, part: str) -> None:
+def test_state_needing_pickle_refused(tmp_path: Path, part: str) -> None:
+    """A state that cannot do without pickle is refused by name."""
     state = {**torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).state_dict(), "helper": Marked()}
     layout.write(tmp_path, **{part: [state]})
     with pytest.raises(CheckpointError, match=rf"{part[:-1]}\.bin holds more than data: .*Marked.*allow_pickle=True"):
@@ -225,7 +234,8 @@ def test_a_state_that_cannot_do_without_pickle_is_refused_by_name(tmp_path: Path
     assert found[0]["helper"].value == 3
 
 
-def test_files_of_before_torch_1_6_need_pickle(tmp_path: Path) -> None:
+def test_files_before_torch_1_6(tmp_path: Path) -> None:
+    """Files of before torch 1.6 need pickle."""
     layout.write(tmp_path)
     torch.save({"n": torch.ones(2)}, tmp_path / "custom_checkpoint_0.pkl", _use_new_zipfile_serialization=False)
     found = read_accelerate_checkpoint(tmp_path)
@@ -236,7 +246,8 @@ def test_files_of_before_torch_1_6_need_pickle(tmp_path: Path) -> None:
 # -- folders that are something else
 
 
-def test_a_folder_that_is_no_checkpoint_says_what_was_expected_and_what_is_there(tmp_path: Path) -> None:
+def test_folder_without_checkpoint(tmp_path: Path) -> None:
+    """A folder that is no checkpoint says what was expected and what is there."""
     (tmp_path / "notes.txt").write_text("hello")
     assert not is_accelerate_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)MANIFEST\.json.*random_states_0\.pkl.*there is notes\.txt"):
@@ -244,14 +255,16 @@ def test_a_folder_that_is_no_checkpoint_says_what_was_expected_and_what_is_there
     assert not is_accelerate_checkpoint(tmp_path / "absent")
 
 
-def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
+def test_weights_alone_no_checkpoint(tmp_path: Path) -> None:
+    """Weights alone are no checkpoint."""
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     assert not is_accelerate_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="load_checkpoint_in_model"):
         read_accelerate_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_of_ours_is_not_foreign(tmp_path: Path) -> None:
+def test_checkpoint_of_ours_not_foreign(tmp_path: Path) -> None:
+    """A checkpoint of ours is not foreign."""
     layout.write(tmp_path)
     assert is_accelerate_checkpoint(tmp_path)
     (tmp_path / "MANIFEST.json").write_text("{}")
@@ -272,7 +285,8 @@ def test_a_checkpoint_of_ours_is_not_foreign(tmp_path: Path) -> None:
         ("zero_to_fp32.py", "DeepSpeed"),
     ],
 )
-def test_sharded_layouts_are_refused_by_name_with_what_to_do(tmp_path: Path, name: str, what: str) -> None:
+def test_sharded_layouts_refused(tmp_path: Path, name: str, what: str) -> None:
+    """Sharded layouts are refused by name with what to do."""
     layout.write(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"x")
@@ -282,7 +296,8 @@ def test_sharded_layouts_are_refused_by_name_with_what_to_do(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("missing", ["optimizer.bin", "model_1.safetensors"])
-def test_a_gap_in_the_numbers_is_an_error(tmp_path: Path, missing: str) -> None:
+def test_gap_in_numbers_error(tmp_path: Path, missing: str) -> None:
+    """A gap in the numbers is an error."""
     states = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).state_dict()] * 3
     layout.write(tmp_path, models=[{"weight": torch.ones(1)}] * 3, optimizers=states)
     (tmp_path / missing).unlink()
@@ -325,14 +340,16 @@ trees = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(tree=trees, protocol=st.sampled_from([2, 2, 3, 4]))
-def test_values_are_those_that_torch_reads(tmp_path_factory: pytest.TempPathFactory, tree: Any, protocol: int) -> None:
+def test_values_those_torch_reads(tmp_path_factory: pytest.TempPathFactory, tree: Any, protocol: int) -> None:
+    """Values are those that torch reads."""
     path = tmp_path_factory.getbasetemp() / "tree.bin"
     torch.save(tree, path, pickle_protocol=protocol)
     same(read(path), torch.load(path, weights_only=False))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_kind_are_those_that_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_tensors_of_every_kind(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Tensors of every kind are those that torch reads."""
     bits = torch.randint(0, 2, (12 * dtype.itemsize,), dtype=torch.uint8)
     base = bits.view(dtype).reshape(3, 4)
     many = [base, base.t(), base[1:, ::2], base[2], base[1, 1], base[:0], torch.empty(0, 3, dtype=dtype), base.clone()]
@@ -362,7 +379,8 @@ def test_parameters_gradients_and_versions_come_over(tmp_path: Path) -> None:
     same(read(tmp_path / "parts.bin"), torch.load(tmp_path / "parts.bin", weights_only=False))
 
 
-def test_tensors_are_the_bytes_that_were_read(tmp_path: Path) -> None:
+def test_tensors_bytes_read(tmp_path: Path) -> None:
+    """Tensors are the bytes that were read."""
     torch.save({"weight": torch.randn(100_000)}, tmp_path / "one.bin")
     content = (tmp_path / "one.bin").read_bytes()
     memory = mmap.mmap(-1, len(content))
@@ -372,7 +390,8 @@ def test_tensors_are_the_bytes_that_were_read(tmp_path: Path) -> None:
     assert first <= found.data_ptr() < first + len(content)
 
 
-def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+def test_file_without_checksums_read(tmp_path: Path) -> None:
+    """A file without checksums is read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -382,7 +401,7 @@ def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
     same(read(tmp_path / "one.bin"), {"weight": torch.ones(3)})
 
 
-def test_an_archive_with_wide_numbers_is_read(tmp_path: Path) -> None:
+def test_archive_with_wide_numbers_read(tmp_path: Path) -> None:
     """As files of more than four gigabytes have them."""
     torch.save({"weight": torch.ones(3)}, tmp_path / "one.bin")
     with zipfile.ZipFile(tmp_path / "one.bin") as old, zipfile.ZipFile(tmp_path / "wide.bin", "w") as new:
@@ -394,7 +413,8 @@ def test_an_archive_with_wide_numbers_is_read(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_found_or_does_not_matter(tmp_path_factory: pytest.TempPathFactory, place: float, bit: int) -> None:
+def test_flipped_bit(tmp_path_factory: pytest.TempPathFactory, place: float, bit: int) -> None:
+    """A flipped bit is found or does not matter."""
     path = tmp_path_factory.getbasetemp() / "flipped.bin"
     value = {"weight": torch.arange(20.0), "numbers": [1, 2.5, "text"]}
     torch.save(value, path)
@@ -410,7 +430,8 @@ def test_a_flipped_bit_is_found_or_does_not_matter(tmp_path_factory: pytest.Temp
         same(found, value)
 
 
-def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+def test_file_cut_off_anywhere_refused(tmp_path: Path) -> None:
+    """A file cut off anywhere is refused."""
     torch.save({"weight": torch.arange(20.0)}, tmp_path / "whole.bin")
     data = (tmp_path / "whole.bin").read_bytes()
     for length in range(len(data)):
@@ -418,7 +439,8 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
             read_values(memoryview(bytearray(data[:length])), "whole.bin")
 
 
-def test_nothing_in_the_folder_is_changed(tmp_path: Path) -> None:
+def test_nothing_in_folder_changed(tmp_path: Path) -> None:
+    """Nothing in the folder is changed."""
     layout.write(tmp_path / "run", models=[{"weight": torch.ones(2)}], objects=[{"n": 1}], samplers=[(1, 2)])
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     read_accelerate_checkpoint(tmp_path / "run", allow_pickle=True)
@@ -427,7 +449,8 @@ def test_nothing_in_the_folder_is_changed(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run").iterdir())) == len(list((tmp_path / "copy").iterdir()))
 
 
-def test_a_numbered_run_goes_on_here_and_its_own_checkpoints_come_first_then(tmp_path: Path) -> None:
+def test_numbered_run_continues(tmp_path: Path) -> None:
+    """A numbered run goes on here and its own checkpoints come first then."""
     from slipstream import Accelerator
     from slipstream.utils import ProjectConfiguration
 

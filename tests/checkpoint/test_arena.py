@@ -27,7 +27,8 @@ def _snapshot(tensors: dict[str, torch.Tensor]) -> Snapshot:
     return Snapshot(RunFacts("1-0", 1, 1, "single"), own=StatePart("rank_0", {"rank": 0}, tensors))
 
 
-def test_copies_are_equal_whatever_lies_behind_the_tensor() -> None:
+def test_copies_equal_whatever_lies_behind_tensor() -> None:
+    """Copies are equal whatever lies behind the tensor."""
     kept = Arena().keep(_snapshot(_KINDS)).own.tensors
     assert list(kept) == list(_KINDS)
     for name, tensor in _KINDS.items():
@@ -44,7 +45,8 @@ def test_what_changes_afterwards_changes_no_copy() -> None:
         assert torch.equal(kept[name], torch.ones_like(tensor))
 
 
-def test_memory_is_used_again_and_grows_when_more_is_needed() -> None:
+def test_memory_reused_and_grown() -> None:
+    """Memory is used again and grows when more is needed."""
     arena = Arena()
     first = arena.keep(_snapshot({"weight": torch.ones(1000)})).own.tensors["weight"]
     second = arena.keep(_snapshot({"weight": torch.full((1000,), 2.0)})).own.tensors["weight"]

@@ -37,7 +37,8 @@ def full() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
 
-def test_the_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path) -> None:
+def test_state_of_the_call_is_written(tmp_path: Path) -> None:
+    """The training goes on while the moment of the call is written."""
     run = trained(4)
     run.accelerator._saver.disk = disk = HeldDisk()
     weights, seen = run.weights().clone(), list(run.counter.seen)
@@ -57,7 +58,8 @@ def test_the_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: 
     assert all(torch.equal(state["exp_avg"], momentum[number]) for number, state in again.optimizer.state_dict()["state"].items())
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+def test_second_save_waits_for_first(tmp_path: Path) -> None:
+    """A second save waits for the first."""
     run = trained(1, **numbering(tmp_path, total_limit=1))
     run.accelerator._saver.disk = disk = HeldDisk()
     run.accelerator.save_state(async_save=True)
@@ -73,7 +75,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "latest"]
 
 
-def test_the_option_of_the_accelerator_counts_unless_a_call_says_otherwise(tmp_path: Path) -> None:
+def test_accelerator_option_and_call_option(tmp_path: Path) -> None:
+    """The option of the accelerator counts unless a call says otherwise."""
     run = trained(1, async_save=True)
     run.accelerator._saver.disk = disk = HeldDisk()
     run.accelerator.save_state(tmp_path / "first")
@@ -86,9 +89,10 @@ def test_the_option_of_the_accelerator_counts_unless_a_call_says_otherwise(tmp_p
 
 
 @pytest.mark.parametrize("call", ["save", "load", "end"])
-def test_an_error_behind_the_training_is_raised_once_at_the_next_call(
+def test_error_raised_once_at_next_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
+    """An error behind the training is raised once at the next call."""
     run = trained(2)
     where = run.accelerator.save_state(tmp_path / "out" / "first")
     train(run, 3)
@@ -111,7 +115,8 @@ def test_an_error_behind_the_training_is_raised_once_at_the_next_call(
     assert again.optimizer.updates == 2  # what was there before is whole
 
 
-def test_saves_behind_the_training_use_the_same_memory_again(tmp_path: Path) -> None:
+def test_copies_reuse_memory(tmp_path: Path) -> None:
+    """Saves behind the training use the same memory again."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(300, 300))
     accelerator.save_state(tmp_path / "0", async_save=True)
@@ -126,7 +131,8 @@ def test_saves_behind_the_training_use_the_same_memory_again(tmp_path: Path) -> 
         assert torch.equal(model.weight, torch.full((300, 300), float(number)))
 
 
-def test_a_script_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
+def test_script_ends_waits_for_last_save(tmp_path: Path) -> None:
+    """A script that ends waits for its last save."""
     run = trained(1)
     run.accelerator._saver.disk = disk = HeldDisk()
     run.accelerator.save_state(tmp_path / "last", async_save=True)

@@ -45,7 +45,8 @@ def umask() -> Iterator[None]:
     os.umask(before)
 
 
-def test_a_checkpoint_appears_whole(tmp_path: Path) -> None:
+def test_checkpoint_appears_whole(tmp_path: Path) -> None:
+    """A checkpoint appears whole."""
     with LocalTarget(tmp_path / "first").begin() as stage:
         files = fill(stage, 1)
         assert os.listdir(tmp_path).count("first") == 0
@@ -58,7 +59,8 @@ def test_a_checkpoint_appears_whole(tmp_path: Path) -> None:
 
 
 @DISKS
-def test_a_checkpoint_is_replaced_whole(disk: Disk, tmp_path: Path) -> None:
+def test_checkpoint_replaced_whole(disk: Disk, tmp_path: Path) -> None:
+    """A checkpoint is replaced whole."""
     save(tmp_path / "first", 1, disk, {**FILES, "only_old": 10, "old/only": 10})
     with LocalTarget(tmp_path / "first", disk).begin() as stage:
         files = fill(stage, 2)
@@ -70,7 +72,8 @@ def test_a_checkpoint_is_replaced_whole(disk: Disk, tmp_path: Path) -> None:
 
 
 @DISKS
-def test_what_others_put_into_it_moves_into_the_new_one(disk: Disk, tmp_path: Path) -> None:
+def test_foreign_files_move_into_new(disk: Disk, tmp_path: Path) -> None:
+    """What others put into it moves into the new one."""
     save(tmp_path / "first", 1, disk)
     (tmp_path / "first" / "notes.txt").write_text("mine")
     (tmp_path / "first" / "unet" / "notes.txt").write_text("mine too")
@@ -86,7 +89,8 @@ def test_what_others_put_into_it_moves_into_the_new_one(disk: Disk, tmp_path: Pa
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_a_folder_of_others_becomes_a_checkpoint_that_keeps_their_files(tmp_path: Path) -> None:
+def test_foreign_folder_becomes_checkpoint(tmp_path: Path) -> None:
+    """A folder of others becomes a checkpoint that keeps their files."""
     (tmp_path / "first" / "unet").mkdir(parents=True)
     (tmp_path / "first" / "notes.txt").write_text("mine")
     (tmp_path / "first" / "unet" / "notes.txt").write_text("mine too")
@@ -95,7 +99,8 @@ def test_a_folder_of_others_becomes_a_checkpoint_that_keeps_their_files(tmp_path
     assert tree(tmp_path / "first") == sorted([*WHOLE, "notes.txt", "unet/notes.txt"])
 
 
-def test_a_file_of_others_that_has_a_successor_of_the_same_name_is_left_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_file_with_taken_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file of others that has a successor of the same name is left and named."""
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "model.safetensors").write_text("not of this library")
     with caplog.at_level(logging.WARNING):
@@ -107,14 +112,16 @@ def test_a_file_of_others_that_has_a_successor_of_the_same_name_is_left_and_name
     assert [kept in record.getMessage() and "model.safetensors" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_files_of_ranks_of_an_earlier_save_do_not_stay(tmp_path: Path) -> None:
+def test_stale_rank_files_removed(tmp_path: Path) -> None:
+    """Files of ranks of an earlier save do not stay."""
     save(tmp_path / "first", 1)
     (tmp_path / "first" / RankFile(1, "1-0000000000000001", "0" * 32).name).write_text("random state of rank 1 at step 1")
     save(tmp_path / "first", 2)
     assert tree(tmp_path / "first") == WHOLE
 
 
-def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
+def test_damaged_checkpoint_replaced(tmp_path: Path) -> None:
+    """A damaged checkpoint is replaced."""
     save(tmp_path / "first", 1)
     (tmp_path / "first" / "MANIFEST.json").write_text("{")
     (tmp_path / "first" / "notes.txt").write_text("mine")
@@ -124,7 +131,8 @@ def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+def test_empty_folder_replaced(tmp_path: Path) -> None:
+    """An empty folder is replaced."""
     (tmp_path / "first").mkdir()
     save(tmp_path / "first", 1)
     assert (step_of(tmp_path / "first"), os.listdir(tmp_path)) == (1, ["first"])
@@ -152,7 +160,8 @@ def test_abandoned_stages_leave_nothing(tmp_path: Path) -> None:
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
-def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
+def test_folders_on_way_made(tmp_path: Path) -> None:
+    """Folders on the way are made."""
     save(tmp_path / "a" / "b" / "first", 1)
     assert step_of(tmp_path / "a" / "b" / "first") == 1
 
@@ -169,7 +178,8 @@ def test_names_of_all_kinds(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(os.listdir(tmp_path)) == sorted([os.path.normpath(name), "x"])
 
 
-def test_names_that_begin_alike_do_not_share_leftovers(tmp_path: Path) -> None:
+def test_similar_names_keep_own_leftovers(tmp_path: Path) -> None:
+    """Names that begin alike do not share leftovers."""
     names = ["n" * 250 + str(number) for number in range(3)]
     stages = [LocalTarget(tmp_path / name).begin() for name in [*names, "n", "n.saving"]]
     for stage in stages:
@@ -178,7 +188,8 @@ def test_names_that_begin_alike_do_not_share_leftovers(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 5
 
 
-def test_a_relative_path_means_what_it_meant_at_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_fixed_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means what it meant at the beginning."""
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -190,20 +201,23 @@ def test_a_relative_path_means_what_it_meant_at_the_beginning(tmp_path: Path, mo
     assert os.listdir(tmp_path / "there") == []
 
 
-def test_links_on_the_way_are_followed_before_dots(tmp_path: Path) -> None:
+def test_links_on_way_followed_before_dots(tmp_path: Path) -> None:
+    """Links on the way are followed before dots."""
     (tmp_path / "real" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "inner")
     save(tmp_path / "link" / ".." / "first", 1)
     assert step_of(tmp_path / "real" / "first") == 1
 
 
-def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directory_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home directory is expanded."""
     monkeypatch.setenv("HOME", str(tmp_path))
     save("~/first", 1)
     assert step_of(tmp_path / "first") == 1
 
 
-def test_places_that_no_checkpoint_can_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_no_checkpoint_can_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places that no checkpoint can take."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "work" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "work")
@@ -229,14 +243,16 @@ def test_places_that_no_checkpoint_can_take(tmp_path: Path, monkeypatch: pytest.
     assert tree(tmp_path / "work") == ["inner"]
 
 
-def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
+def test_file_in_way_of_folder(tmp_path: Path) -> None:
+    """A file in the way of a folder."""
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="file where a folder should be") as caught:
         save(tmp_path / "file" / "first", 1)
     assert str(tmp_path / "file") in str(caught.value)
 
 
-def test_a_folder_that_vanishes_during_the_save(tmp_path: Path) -> None:
+def test_folder_vanishes_during_save(tmp_path: Path) -> None:
+    """A folder that vanishes during the save."""
     (tmp_path / "out").mkdir()
     for moment in ("writing", "committing"):
         with LocalTarget(tmp_path / "out" / "first").begin() as stage:
@@ -249,7 +265,8 @@ def test_a_folder_that_vanishes_during_the_save(tmp_path: Path) -> None:
     assert step_of(tmp_path / "out" / "first") == 2
 
 
-def test_a_target_that_became_a_link_during_the_save_is_not_followed(tmp_path: Path) -> None:
+def test_target_replaced_by_link(tmp_path: Path) -> None:
+    """A target that became a link during the save is not followed."""
     (tmp_path / "elsewhere").mkdir()
     with LocalTarget(tmp_path / "first").begin() as stage:
         files = fill(stage, 1)
@@ -260,7 +277,8 @@ def test_a_target_that_became_a_link_during_the_save_is_not_followed(tmp_path: P
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
-def test_permissions_are_those_of_the_umask(tmp_path: Path, umask: None) -> None:
+def test_permissions_those_of_umask(tmp_path: Path, umask: None) -> None:
+    """Permissions are those of the umask."""
     for step in (1, 2):
         with LocalTarget(tmp_path / "way" / "first").begin() as stage:
             files = fill(stage, step)
@@ -271,7 +289,8 @@ def test_permissions_are_those_of_the_umask(tmp_path: Path, umask: None) -> None
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../b", ""])
-def test_names_that_lead_out_of_the_stage_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_lead_out_of_stage_refused(name: str, tmp_path: Path) -> None:
+    """Names that lead out of the stage are refused."""
     with LocalTarget(tmp_path / "first").begin() as stage:
         for call in (lambda: stage.add(name, [b""], 0), lambda: stage.adopt(name), lambda: stage.reuse(name, tmp_path, FileEntry(0, ""))):
             with pytest.raises(CheckpointError, match="names the file"):
@@ -281,7 +300,8 @@ def test_names_that_lead_out_of_the_stage_are_refused(name: str, tmp_path: Path)
 # -- files of others ---------------------------------------------------------------------------------------------------
 
 
-def test_files_of_hooks_are_adopted(tmp_path: Path) -> None:
+def test_files_of_hooks_adopted(tmp_path: Path) -> None:
+    """Files of hooks are adopted."""
     with LocalTarget(tmp_path / "first").begin() as stage:
         (stage.folder / "adapter").mkdir()
         (stage.folder / "adapter" / "weights.bin").write_bytes(content("adapter/weights.bin", 1, 77))
@@ -291,7 +311,8 @@ def test_files_of_hooks_are_adopted(tmp_path: Path) -> None:
     assert step_of(tmp_path / "first") == 1
 
 
-def test_links_of_hooks_are_not(tmp_path: Path) -> None:
+def test_links_of_hooks_not(tmp_path: Path) -> None:
+    """Links of hooks are not."""
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("secret")
@@ -304,7 +325,8 @@ def test_links_of_hooks_are_not(tmp_path: Path) -> None:
                 stage.adopt(name)
 
 
-def test_an_unchanged_file_is_linked_and_outlives_its_source(tmp_path: Path) -> None:
+def test_unchanged_file_linked_and_outlives_source(tmp_path: Path) -> None:
+    """An unchanged file is linked and outlives its source."""
     save(tmp_path / "first", 1, sizes={"frozen/w": 5000})
     data = content("frozen/w", 1, 5000)
     source, entry = tmp_path / "first" / "frozen" / "w", FileEntry(5000, digest(data))
@@ -316,7 +338,8 @@ def test_an_unchanged_file_is_linked_and_outlives_its_source(tmp_path: Path) -> 
     assert (tmp_path / "second" / "other" / "w").read_bytes() == data
 
 
-def test_a_file_that_is_not_what_it_was_is_not_linked(tmp_path: Path) -> None:
+def test_file_not_what_not_linked(tmp_path: Path) -> None:
+    """A file that is not what it was is not linked."""
     save(tmp_path / "first", 1, sizes={"w": 5000})
     source, entry = tmp_path / "first" / "w", FileEntry(5000, digest(content("w", 1, 5000)))
     (tmp_path / "link").symlink_to(source)
@@ -331,7 +354,8 @@ def test_a_file_that_is_not_what_it_was_is_not_linked(tmp_path: Path) -> None:
         assert os.listdir(stage.folder) == []
 
 
-def test_a_system_without_links_says_so(tmp_path: Path) -> None:
+def test_system_without_links_says_so(tmp_path: Path) -> None:
+    """A system without links says so."""
     class NoLinks(Disk):
         def link(self, old: Path, new: Path) -> None:
             raise PermissionError(1, "Operation not permitted", str(old))
@@ -381,7 +405,8 @@ def paused() -> Iterator[Any]:
         child.join()
 
 
-def test_a_second_save_to_the_same_place_names_the_first(tmp_path: Path, paused: Any) -> None:
+def test_second_process_is_refused(tmp_path: Path, paused: Any) -> None:
+    """A second save to the same place names the first."""
     save(tmp_path / "first", 1)
     child = paused(tmp_path / "first", "writing")
     before = tree(tmp_path)
@@ -397,13 +422,15 @@ def test_a_second_save_to_the_same_place_names_the_first(tmp_path: Path, paused:
     assert sorted(os.listdir(tmp_path)) == ["first", "second"]
 
 
-def test_a_second_save_of_the_same_process_is_refused_too(tmp_path: Path) -> None:
+def test_second_save_in_one_process(tmp_path: Path) -> None:
+    """A second save of the same process is refused too."""
     with LocalTarget(tmp_path / "first").begin(), pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
         LocalTarget(tmp_path / "first").begin()
     save(tmp_path / "first", 1)
 
 
-def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path, paused: Any) -> None:
+def test_crash_between_two_renames_loses_nothing(tmp_path: Path, paused: Any) -> None:
+    """A crash between two renames loses nothing."""
     save(tmp_path / "first", 1)
     (tmp_path / "first" / "notes.txt").write_text("mine")
     child = paused(tmp_path / "first", "between two renames")
@@ -419,7 +446,8 @@ def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path, paused: Any) 
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_sweeping_alone_puts_it_back(tmp_path: Path, paused: Any) -> None:
+def test_sweeping_alone_puts_back(tmp_path: Path, paused: Any) -> None:
+    """Sweeping alone puts it back."""
     save(tmp_path / "first", 1)
     child = paused(tmp_path / "first", "between two renames")
     child.kill()
@@ -429,7 +457,8 @@ def test_sweeping_alone_puts_it_back(tmp_path: Path, paused: Any) -> None:
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_a_lock_that_children_of_a_dead_process_still_have_is_waited_for(tmp_path: Path) -> None:
+def test_lock_held_by_orphans(tmp_path: Path) -> None:
+    """A lock that children of a dead process still have is waited for."""
     script = f"""
 import os, sys, time
 from slipstream.checkpoint.commit import LocalTarget
@@ -444,7 +473,8 @@ os._exit(0)
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_leftovers_of_another_name_are_not_touched(tmp_path: Path) -> None:
+def test_leftovers_of_another_name_not_touched(tmp_path: Path) -> None:
+    """Leftovers of another name are not touched."""
     for name in (
         ".other.saving-01234567",
         ".first.saving-0123456",
@@ -462,7 +492,8 @@ def test_leftovers_of_another_name_are_not_touched(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_files_of_others_in_what_was_replaced_survive_a_crash(tmp_path: Path) -> None:
+def test_foreign_files_survive_crash(tmp_path: Path) -> None:
+    """Files of others in what was replaced survive a crash."""
     save(tmp_path / "first", 1)
     (tmp_path / "first" / "notes.txt").write_text("mine")
     (tmp_path / "first").rename(tmp_path / ".first.was-00000000")  # as after an exchange, before the tidying up
@@ -474,7 +505,8 @@ def test_files_of_others_in_what_was_replaced_survive_a_crash(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_only_a_whole_folder_is_recovered(tmp_path: Path) -> None:
+def test_only_whole_folder_recovered(tmp_path: Path) -> None:
+    """Only a whole folder is recovered."""
     assert find_recoverable(tmp_path / "first") is None
     for name, step in (("a", 5), ("b", 3)):
         save(tmp_path / name, step)
@@ -486,7 +518,8 @@ def test_only_a_whole_folder_is_recovered(tmp_path: Path) -> None:
     assert find_recoverable(tmp_path / "first") is None
 
 
-def test_a_file_system_without_locks_saves_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_system_without_locks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file system without locks saves and says so."""
     class NoLocks(Disk):
         def _flock(self, fd: int, operation: int) -> None:
             raise OSError(38, "Function not implemented")
@@ -499,7 +532,8 @@ def test_a_file_system_without_locks_saves_and_says_so(tmp_path: Path, caplog: p
     assert (tmp_path / ".first.saving-01234567").exists()  # it could be alive
 
 
-def test_threads_that_save_to_places_of_their_own(tmp_path: Path) -> None:
+def test_threads_save_to_places_of_own(tmp_path: Path) -> None:
+    """Threads that save to places of their own."""
     threads = [threading.Thread(target=save, args=(tmp_path / str(number), number)) for number in range(4)]
     for thread in threads:
         thread.start()
@@ -508,7 +542,8 @@ def test_threads_that_save_to_places_of_their_own(tmp_path: Path) -> None:
     assert [step_of(tmp_path / str(number)) for number in range(4)] == [0, 1, 2, 3]
 
 
-def test_the_latest_is_named(tmp_path: Path) -> None:
+def test_latest_named(tmp_path: Path) -> None:
+    """The latest is named."""
     (tmp_path / ".latest.writing-01234567").write_text("of a process that was killed")
     os.utime(tmp_path / ".latest.writing-01234567", (1, 1))
     (tmp_path / ".latest.writing-76543210").write_text("of one that may be alive")

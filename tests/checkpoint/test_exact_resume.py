@@ -75,26 +75,31 @@ def compare_all(folder: Path, every: int, *, by_itself: bool, exactly: bool = Tr
     return len(range(0, epoch, every))
 
 
-def test_every_cut_of_an_epoch_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_every_cut_of_an_epoch(tmp_path: Path) -> None:
+    """Every cut of an epoch goes on bit for bit."""
     assert compare_all(tmp_path, 1, by_itself=False, **scaled()) == 40
 
 
-def test_the_next_loop_goes_on_by_itself(tmp_path: Path) -> None:
+def test_next_loop_goes_on_by_itself(tmp_path: Path) -> None:
+    """The next loop goes on by itself."""
     assert compare_all(tmp_path, 3, by_itself=True, **scaled()) == 14
 
 
-def test_loaders_with_workers_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_loaders_with_workers(tmp_path: Path) -> None:
+    """Loaders with workers go on bit for bit."""
     assert compare_all(tmp_path, 13, by_itself=True, workers=2, **HARD) == 4
 
 
-def test_every_cut_on_two_processes_goes_on_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+def test_every_cut_on_two_processes(ranks: Any, tmp_path: Path) -> None:
+    """Every cut on two processes goes on bit for bit."""
     def cut_everywhere() -> int:
         return compare_all(tmp_path, 1, by_itself=False, batch_size=2, **scaled())
 
     assert ranks(2).run(cut_everywhere) == [40, 40]
 
 
-def test_three_processes_with_a_short_last_batch(ranks: Any, tmp_path: Path) -> None:
+def test_three_processes_with_short_last_batch(ranks: Any, tmp_path: Path) -> None:
+    """Three processes with a short last batch."""
     def cut_everywhere() -> int:
         # torch puts gradients in another order into its buckets after the first backward pass, and the sum of three depends on that
         return compare_all(tmp_path, 5, by_itself=True, exactly=False, batch_size=3, **HARD)
@@ -104,9 +109,10 @@ def test_three_processes_with_a_short_last_batch(ranks: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 @pytest.mark.parametrize("cut", [6, 7], ids=["inside of an update", "between updates"])
-def test_another_number_of_processes_goes_on_with_the_same_samples(
+def test_other_number_of_processes(
     ranks: Any, tmp_path: Path, before: int, after: int, cut: int
 ) -> None:
+    """Another number of processes goes on with the same samples."""
     def straight_on() -> Any:
         run = begin(batch_size=8 // before, gradient_accumulation_steps=2)
         run.model.eval()  # every process has random numbers of its own

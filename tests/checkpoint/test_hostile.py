@@ -66,7 +66,8 @@ def reads(results: Results, *readers: str) -> Iterator[tuple[str, dict[str, Any]
                 yield f"{name} ({way})", attack, outcome
 
 
-def test_there_are_many_attacks(results: Results) -> None:
+def test_many_attacks(results: Results) -> None:
+    """There are many attacks."""
     assert len(results) >= 300
     assert sum(attack["refused"] for attack in results.values()) >= 280
 
@@ -75,34 +76,40 @@ def test_no_reader_crashes_or_blocks(results: Results) -> None:
     assert [(name, outcome) for name, _, outcome in reads(results) if "crashed" in outcome or "blocked" in outcome] == []
 
 
-def test_every_attack_is_refused_by_the_name_of_the_file(results: Results) -> None:
+def test_every_attack_is_refused(results: Results) -> None:
+    """Every attack is refused by the name of the file."""
     whole = [(name, attack, outcome) for name, attack, outcome in reads(results, "whole") if attack["refused"]]
     assert [(name, outcome) for name, attack, outcome in whole if attack["names"] not in outcome.get("refused", "-")] == []
 
 
-def test_what_was_only_added_is_not_looked_at(results: Results) -> None:
+def test_what_only_added_not_looked_at(results: Results) -> None:
+    """What was only added is not looked at."""
     whole = [(name, attack, outcome) for name, attack, outcome in reads(results, "whole") if not attack["refused"]]
     assert whole
     assert [(name, outcome) for name, attack, outcome in whole if outcome.get("read") != "checkpoint_2"] == []
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(results: Results) -> None:
+def test_damaged_checkpoint_passed_over_for_before(results: Results) -> None:
+    """A damaged checkpoint is passed over for the one before."""
     found = {name: outcome.get("read") for name, _, outcome in reads(results, "previous")}
     assert set(found.values()) == {"checkpoint_1", "checkpoint_2"}
     assert [name for name, attack in results.items() if attack["damages"] and found[f"{name} (kernel/previous)"] != "checkpoint_1"] == []
 
 
-def test_weights_that_are_refused_leave_the_model_as_it_was(results: Results) -> None:
+def test_weights_refused_leave_model_as(results: Results) -> None:
+    """Weights that are refused leave the model as it was."""
     outcomes = {outcome.get("read", "refused") for _, _, outcome in reads(results, "weights")}
     assert outcomes == {"refused", "checkpoint_2"}
 
 
-def test_nothing_is_run_nothing_is_changed_and_nothing_outside_is_opened(results: Results) -> None:
+def test_no_side_effects(results: Results) -> None:
+    """Nothing is run nothing is changed and nothing outside is opened."""
     assert [(name, outcome["seen"]) for name, _, outcome in reads(results) if outcome["seen"]] == []
     assert not os.path.exists(hostile.CANARY)
 
 
-def test_no_attack_takes_long_or_much_memory(results: Results) -> None:
+def test_time_and_memory_of_attacks(results: Results) -> None:
+    """No attack takes long or much memory."""
     long = [
         (name, read["seconds"]) for name, attack, read in reads(results) if read["seconds"] > LONGEST + SECONDS_PER_BYTE * attack["bytes"]
     ]
@@ -111,11 +118,12 @@ def test_no_attack_takes_long_or_much_memory(results: Results) -> None:
     assert much == []
 
 
-def test_no_refusal_is_longer_than_a_screen(results: Results) -> None:
+def test_no_refusal_longer_than_screen(results: Results) -> None:
+    """No refusal is longer than a screen."""
     assert [(name, outcome["length"]) for name, _, outcome in reads(results) if outcome.get("length", 0) > 2000] == []
 
 
-def test_the_watch_sees_what_it_should(watched: dict[str, Any]) -> None:
+def test_watch_sees_what_should(watched: dict[str, Any]) -> None:
     """What the tests above stand on."""
     assert watched["unseen"] == []
 
@@ -130,7 +138,8 @@ def read_all(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_damage_at_random_is_always_found(tmp_path: Path, rounds: Callable[..., int]) -> None:
+def test_damage_at_random_always_found(tmp_path: Path, rounds: Callable[..., int]) -> None:
+    """Damage at random is always found."""
     for number in (1, 2):
         specimens.save(tmp_path / "base" / f"checkpoint_{number}", number, shard=100, note=f"note {number}")
     good, folder, previous = tmp_path / "base" / "checkpoint_2", tmp_path / "checkpoint_2", tmp_path / "base" / "checkpoint_1"

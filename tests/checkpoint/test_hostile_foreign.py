@@ -23,36 +23,40 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return root, json.loads(done.stdout)
 
 
-def test_every_attack_ends_as_it_has_to(read: tuple[Path, dict[str, Any]]) -> None:
+def test_every_attack_ends_as_to(read: tuple[Path, dict[str, Any]]) -> None:
     """Refused; or, for a part that a run can do without, left out and said."""
     _, results = read
     assert {name: result["ended"] for name, result in results["cases"].items()} == {name: entry.ends for name, entry in CASES.items()}
 
 
-def test_messages_name_the_file(read: tuple[Path, dict[str, Any]]) -> None:
+def test_messages_name_file(read: tuple[Path, dict[str, Any]]) -> None:
+    """Messages name the file."""
     root, results = read
     said = {name: result["said"] for name, result in results["cases"].items()}
     paths = {name: f"{root / str(place)}/{case.names}" for place, (name, case) in enumerate(CASES.items())}
     assert [(name, said[name]) for name in CASES if paths[name] not in said[name] or len(said[name]) > 3000] == []
 
 
-def test_no_attack_makes_the_interpreter_do_anything(read: tuple[Path, dict[str, Any]]) -> None:
+def test_no_attack_makes_interpreter_do_anything(read: tuple[Path, dict[str, Any]]) -> None:
     """No file outside of the folder is opened, nothing is imported, no process is started: the reader reads, and that is all."""
     _, results = read
     assert [(name, result["heard"]) for name, result in results["cases"].items() if result["heard"]] == []
 
 
-def test_no_attack_leaves_its_mark(read: tuple[Path, dict[str, Any]]) -> None:
+def test_no_attack_leaves_mark(read: tuple[Path, dict[str, Any]]) -> None:
+    """No attack leaves its mark."""
     root, _ = read
     assert [name for place, name in enumerate(CASES) if (root / f"marker-{place}").exists()] == []
 
 
-def test_the_watch_hears_what_a_pickle_does(read: tuple[Path, dict[str, Any]]) -> None:
+def test_watch_hears_what_pickle_does(read: tuple[Path, dict[str, Any]]) -> None:
+    """The watch hears what a pickle does."""
     root, results = read
     assert (root / "marker-control").exists()
     assert any("os.mkdir" in event for event in results["control"])
     assert any("pickle.find_class" in event for event in results["control"])
 
 
-def test_there_are_attacks_of_every_kind() -> None:
+def test_attacks_of_every_kind() -> None:
+    """There are attacks of every kind."""
     assert len(CASES) > 200

@@ -45,7 +45,8 @@ def saving(save: Callable[[int], None]) -> Iterator[None]:
         thread.join()
 
 
-def test_one_folder(tmp_path: Path) -> None:
+def test_folder(tmp_path: Path) -> None:
+    """One folder."""
     steps = []
     with saving(lambda step: small.save(tmp_path / "one", step, Quick(), SIZES)):
         while len(set(steps)) < 30:
@@ -53,7 +54,8 @@ def test_one_folder(tmp_path: Path) -> None:
     assert steps == sorted(steps)
 
 
-def test_numbered_ones_of_which_one_stays(tmp_path: Path) -> None:
+def test_numbered_of_stays(tmp_path: Path) -> None:
+    """Numbered ones of which one stays."""
     def save(step: int) -> None:
         path = tmp_path / f"checkpoint_{step}"
         small.save(path, step, Quick(), SIZES)

@@ -40,14 +40,16 @@ def cut_and_go_on(folder: Path, cut: int) -> list[bool]:
     return updates(accelerator, model, optimizer, loader)
 
 
-def test_an_update_that_was_under_way_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_open_update_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    """An update that was under way is dropped on all ranks."""
     main, other = ranks(2).outcomes(cut_and_go_on, tmp_path / "first", 2)
     assert main.value == other.value == [False, False, False, True]
     assert "gradients of rank 1 are not in it" in main.output
     assert "has no random state of rank 1" in other.output
 
 
-def test_between_updates_nothing_is_dropped(ranks: Any, tmp_path: Path) -> None:
+def test_between_updates_nothing_dropped(ranks: Any, tmp_path: Path) -> None:
+    """Between updates nothing is dropped."""
     main, other = ranks(2).outcomes(cut_and_go_on, tmp_path / "first", 4)
     assert main.value == other.value == [False, True]
     assert "gradients" not in main.output

@@ -78,7 +78,8 @@ _state = st.dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(_state, st.integers(1, 200), st.booleans())
-def test_cut_and_merged_again_they_are_the_same(kinds, largest, safe):
+def test_cut_and_merged_again_same(kinds, largest, safe):
+    """Cut and merged again they are the same."""
     state = {name: torch.rand(shape).mul(9).to(dtype) for name, (shape, dtype) in kinds.items()}
     with tempfile.TemporaryDirectory() as folder:
         save_model(state, f"{folder}/parts", max_shard_size=largest, safe_serialization=safe)
@@ -87,7 +88,8 @@ def test_cut_and_merged_again_they_are_the_same(kinds, largest, safe):
 
 
 @pytest.mark.parametrize("target", ["folder", "new/folder", "whole.safetensors", "new/whole.safetensors"])
-def test_the_output_is_a_folder_or_a_file(tmp_path, target):
+def test_output_folder_or_file(tmp_path, target):
+    """The output is a folder or a file."""
     (tmp_path / "folder").mkdir()
     model = nn.Linear(8, 8)
     save_model(model, tmp_path / "parts", max_shard_size=100)
@@ -98,7 +100,8 @@ def test_the_output_is_a_folder_or_a_file(tmp_path, target):
 
 
 @pytest.mark.parametrize("way", ["shards", "index", "torch", "checkpoint", "one file"])
-def test_tied_weights_stay_tied_and_the_elements_aligned(tmp_path, way):
+def test_tied_and_aligned(tmp_path, way):
+    """Tied weights stay tied and the elements aligned."""
     model = Tied()
     source = tmp_path / "parts"
     if way == "checkpoint":
@@ -121,7 +124,8 @@ def test_tied_weights_stay_tied_and_the_elements_aligned(tmp_path, way):
     assert equal(back.state_dict(), model.state_dict())
 
 
-def test_what_is_no_tensor_comes_along(tmp_path):
+def test_what_no_tensor_comes_along(tmp_path):
+    """What is no tensor comes along."""
     save_model(Counting(8, 8), tmp_path / "parts", max_shard_size=100)
     merge_weights(tmp_path / "parts", tmp_path / "whole")
     assert sorted(os.listdir(tmp_path / "whole")) == ["model.safetensors", "model_extra.json"]
@@ -130,7 +134,8 @@ def test_what_is_no_tensor_comes_along(tmp_path):
     assert back.seen == 7
 
 
-def test_the_format_of_torch_is_written_by_name(tmp_path):
+def test_format_of_torch_written_by_name(tmp_path):
+    """The format of torch is written by name."""
     model = Tied()
     save_model(model, tmp_path / "parts", max_shard_size=50)
     path = merge_weights(tmp_path / "parts", tmp_path / "whole", safe_serialization=False)
@@ -138,7 +143,8 @@ def test_the_format_of_torch_is_written_by_name(tmp_path):
     assert equal(torch.load(path, weights_only=True), model.state_dict())
 
 
-def test_progress_counts_up_to_the_size_of_the_file(tmp_path):
+def test_progress_reaches_file_size(tmp_path):
+    """Progress counts up to the size of the file."""
     save_model(nn.Linear(64, 64), tmp_path / "parts", max_shard_size=10_000)
     seen = []
     path = merge_weights(tmp_path / "parts", tmp_path / "whole", progress=lambda done, total: seen.append((done, total)))
@@ -146,7 +152,8 @@ def test_progress_counts_up_to_the_size_of_the_file(tmp_path):
     assert seen[-1] == (path.stat().st_size, path.stat().st_size)
 
 
-def test_what_was_merged_is_removed_and_the_rest_stays(tmp_path):
+def test_what_merged_removed_and_rest_stays(tmp_path):
+    """What was merged is removed and the rest stays."""
     model = nn.Linear(8, 8)
     save_model(model, tmp_path / "parts", max_shard_size=100)
     save_model(model, tmp_path / "others", max_shard_size=100)
@@ -158,7 +165,8 @@ def test_what_was_merged_is_removed_and_the_rest_stays(tmp_path):
     assert equal(safetensors.torch.load_file(path), model.state_dict())
 
 
-def test_nothing_is_removed_if_the_disk_did_not_keep_what_was_written(tmp_path):
+def test_nothing_removed_if_not_verified(tmp_path):
+    """Nothing is removed if the disk did not keep what was written."""
     class Forgetful(Disk):
         def sync_file(self, path):
             return FileEntry(0, "0" * 32)
@@ -170,7 +178,8 @@ def test_nothing_is_removed_if_the_disk_did_not_keep_what_was_written(tmp_path):
     assert sorted(os.listdir(tmp_path / "parts")) == before
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path):
+def test_full_disk_leaves_what(tmp_path):
+    """A full disk leaves what was there."""
     class Full(Disk):
         def _pwrite(self, fd, data, offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -184,7 +193,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     assert os.listdir(tmp_path / "whole") == ["model.safetensors"]
 
 
-def test_a_tensor_in_two_files_of_a_checkpoint_is_refused(tmp_path):
+def test_tensor_in_two_files(tmp_path):
+    """A tensor in two files of a checkpoint is refused."""
     folder = checkpoint_of(nn.Linear(8, 8), tmp_path / "saved")
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     (folder / names[1]).write_bytes((folder / names[0]).read_bytes())
@@ -208,7 +218,8 @@ def test_a_tensor_in_two_files_of_a_checkpoint_is_refused(tmp_path):
         load_checkpoint_in_model(nn.Linear(8, 8), folder)
 
 
-def test_a_shard_that_is_damaged_or_gone_is_named(tmp_path):
+def test_shard_damaged_or_gone_named(tmp_path):
+    """A shard that is damaged or gone is named."""
     save_model(nn.Linear(8, 8), tmp_path / "parts", max_shard_size=100)
     shard = tmp_path / "parts" / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -253,7 +264,7 @@ def test_wrong_arguments(tmp_path, arguments, said, monkeypatch):
     assert Path("notes.txt").read_text() == "mine"
 
 
-def test_merging_takes_the_memory_of_a_piece(tmp_path):
+def test_merging_takes_memory_of_piece(tmp_path):
     """Sixteen tensors of 16 MiB, the last two of them in one file."""
     tensors = {f"t{number}": torch.zeros(2**22) for number in range(16)}
     save_model(tensors, tmp_path / "parts", max_shard_size=2**25)

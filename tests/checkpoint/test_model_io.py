@@ -92,7 +92,8 @@ def read_all(folder):
 # -- save_model --------------------------------------------------------------------------------------------------------
 
 
-def test_one_file_that_others_read_with_tied_weights_once(tmp_path):
+def test_single_file_for_others(tmp_path):
+    """One file that others read with tied weights once."""
     model = Net()
     save_model(model, tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
@@ -111,13 +112,15 @@ def test_shards_and_index(tmp_path):
     assert equal(read_all(tmp_path), model.state_dict())
 
 
-def test_wrappers_are_no_part_of_the_names(tmp_path):
+def test_wrappers_no_part_of_names(tmp_path):
+    """Wrappers are no part of the names."""
     model = nn.Linear(2, 2)
     save_model(nn.DataParallel(model), tmp_path)
     assert equal(read_all(tmp_path), model.state_dict())
 
 
-def test_a_state_dict_will_do(tmp_path):
+def test_state_dict_will_do(tmp_path):
+    """A state dict will do."""
     save_model({"a": torch.ones(2)}, tmp_path)
     assert read_all(tmp_path)["a"].tolist() == [1, 1]
 
@@ -132,13 +135,15 @@ def test_types_of_elements(tmp_path, dtype):
     }
 
 
-def test_odd_names_are_kept(tmp_path):
+def test_odd_names_kept(tmp_path):
+    """Odd names are kept."""
     state = {"a/b": torch.ones(1), "": torch.ones(1), "ключ \n": torch.ones(1), "..": torch.ones(1)}
     save_model(state, tmp_path)
     assert read_all(tmp_path).keys() == state.keys()
 
 
-def test_what_is_no_tensor_is_kept_beside_the_weights(tmp_path):
+def test_what_no_tensor_kept_beside_weights(tmp_path):
+    """What is no tensor is kept beside the weights."""
     save_model(Counting(7), tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "model_extra.safetensors"]
     for given in (tmp_path, tmp_path / "model.safetensors"):
@@ -149,7 +154,8 @@ def test_what_is_no_tensor_is_kept_beside_the_weights(tmp_path):
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_files_of_an_earlier_save_go_and_others_stay(tmp_path):
+def test_stale_files_removed(tmp_path):
+    """Files of an earlier save go and others stay."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model_card.md").write_text("mine")
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -159,7 +165,8 @@ def test_files_of_an_earlier_save_go_and_others_stay(tmp_path):
         assert equal(read_all(tmp_path), model.state_dict())
 
 
-def test_the_format_of_torch_is_written_when_it_is_asked_for_by_name(tmp_path, caplog):
+def test_torch_format_on_request(tmp_path, caplog):
+    """The format of torch is written when it is asked for by name."""
     model = Net()
     save_model(model, tmp_path, safe_serialization=False)
     assert os.listdir(tmp_path) == ["pytorch_model.bin"]
@@ -194,7 +201,8 @@ def test_wrong_arguments_of_save_model(tmp_path, arguments, said):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_is_no_directory_and_a_checkpoint_is_not_written_over(tmp_path):
+def test_file_or_checkpoint_as_target(tmp_path):
+    """A file is no directory and a checkpoint is not written over."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         save_model(nn.Linear(1, 1), tmp_path / "file")
@@ -203,7 +211,8 @@ def test_a_file_is_no_directory_and_a_checkpoint_is_not_written_over(tmp_path):
         save_model(nn.Linear(1, 1), tmp_path)
 
 
-def test_lazy_modules_cannot_be_saved_yet(tmp_path):
+def test_lazy_modules_cannot_saved_yet(tmp_path):
+    """Lazy modules cannot be saved yet."""
     with pytest.raises(CheckpointError, match="Run one forward"):
         save_model(nn.LazyLinear(2), tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -211,7 +220,7 @@ def test_lazy_modules_cannot_be_saved_yet(tmp_path):
 
 @pytest.mark.parametrize("after", range(6))
 @pytest.mark.parametrize("method", ["write", "rename"])
-def test_a_disk_that_fails_leaves_what_was_there_or_all_that_is_new(tmp_path, method, after):
+def test_failing_disk_while_saving(tmp_path, method, after):
     """Never a mixture of two saves that could be read as one."""
     old = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     new = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -230,7 +239,8 @@ def test_a_disk_that_fails_leaves_what_was_there_or_all_that_is_new(tmp_path, me
         assert equal(read_all(tmp_path), old.state_dict())
 
 
-def test_one_file_is_replaced_in_one_step(tmp_path):
+def test_file_replaced_in_step(tmp_path):
+    """One file is replaced in one step."""
     save_model(nn.Linear(2, 2), tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match="could not be put into their places"):
@@ -239,18 +249,21 @@ def test_one_file_is_replaced_in_one_step(tmp_path):
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_folder_cannot_made_named(tmp_path):
+    """A folder that cannot be made is named."""
     with pytest.raises(CheckpointError, match="new.*read-only"):
         save_model(nn.Linear(2, 2), tmp_path / "new", disk=Broken("make_folder", code=errno.EROFS))
 
 
-def test_placing_keeps_nothing_if_it_is_left_early(tmp_path):
+def test_placing_keeps_nothing_if_left_early(tmp_path):
+    """Placing keeps nothing if it is left early."""
     with AtomicFiles(tmp_path, Disk()) as files:
         files.add("a", [b"x"], 1)
     assert os.listdir(tmp_path) == []
 
 
-def test_state_dicts_for_the_safetensors_package(tmp_path, caplog):
+def test_state_dicts_for_safetensors_package(tmp_path, caplog):
+    """State dicts for the safetensors package."""
     clean = clean_state_dict_for_safetensors(Net().state_dict() | {"turned": torch.ones(2, 3).t(), "step": 3})
     assert clean.pop("step") == 3
     assert "head.weight (is embed.weight)" in caplog.text
@@ -363,7 +376,8 @@ _WAYS = [
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("way", _WAYS)
-def test_weights_come_back_from_everything_they_lie_in(tmp_path, way, tie):
+def test_load_from_every_layout(tmp_path, way, tie):
+    """Weights come back from everything they lie in."""
     source = Net(tie=tie)
     path = way(source, tmp_path / "saved")
     model = Net(tie=tie)
@@ -375,13 +389,15 @@ def test_weights_come_back_from_everything_they_lie_in(tmp_path, way, tie):
 
 
 @pytest.mark.parametrize("way", [_as_shards, _as_torch, _as_checkpoint])
-def test_tied_weights_go_to_both_places_of_a_model_that_is_not_tied(tmp_path, way):
+def test_tied_weights_into_untied_model(tmp_path, way):
+    """Tied weights go to both places of a model that is not tied."""
     source, model = Net(), Net(tie=False)
     load_checkpoint_in_model(model, way(source, tmp_path / "saved"), strict=True)
     assert equal(model.state_dict(), source.state_dict())
 
 
-def test_two_values_for_one_weight_in_different_files_are_noticed(tmp_path, caplog):
+def test_conflicting_values_in_two_files(tmp_path, caplog):
+    """Two values for one weight in different files are noticed."""
     source = Net(tie=False)
     save_model(source, tmp_path, max_shard_size=50)
     model = Net()
@@ -390,7 +406,8 @@ def test_two_values_for_one_weight_in_different_files_are_noticed(tmp_path, capl
     assert torch.equal(model.head.weight, source.embed.weight)
 
 
-def test_a_model_on_the_meta_device_gets_memory(tmp_path):
+def test_model_on_meta_device_gets_memory(tmp_path):
+    """A model on the meta device gets memory."""
     source = Net()
     save_model(source, tmp_path, max_shard_size=50)
     with torch.device("meta"):
@@ -402,7 +419,8 @@ def test_a_model_on_the_meta_device_gets_memory(tmp_path):
     assert torch.equal(model.embed.weight, source.embed.weight.bfloat16())
 
 
-def test_weights_do_not_depend_on_the_file_afterwards(tmp_path):
+def test_weights_independent_of_file(tmp_path):
+    """Weights do not depend on the file afterwards."""
     source = nn.Linear(64, 64)
     save_model(source, tmp_path)
     with torch.device("meta"):
@@ -412,7 +430,8 @@ def test_weights_do_not_depend_on_the_file_afterwards(tmp_path):
     assert torch.equal(model.weight, source.weight)
 
 
-def test_a_partial_load_says_what_is_missing_and_strict_refuses_it(tmp_path, caplog):
+def test_partial_load_and_strict(tmp_path, caplog):
+    """A partial load says what is missing and strict refuses it."""
     save_model({"weight": torch.ones(2, 2), "scale": torch.ones(1)}, tmp_path)
     model = nn.Linear(2, 2)
     before = model.bias.detach().clone()
@@ -426,7 +445,8 @@ def test_a_partial_load_says_what_is_missing_and_strict_refuses_it(tmp_path, cap
     assert torch.equal(model.bias, before)
 
 
-def test_a_shape_in_the_last_file_is_noticed_before_the_first_is_loaded(tmp_path):
+def test_misfit_found_before_loading(tmp_path):
+    """A shape in the last file is noticed before the first is loaded."""
     save_model({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2), "1.weight": torch.ones(3, 3)}, tmp_path, max_shard_size=16)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -435,7 +455,8 @@ def test_a_shape_in_the_last_file_is_noticed_before_the_first_is_loaded(tmp_path
     assert equal(model.state_dict(), before)
 
 
-def test_a_wrapped_model_is_loaded_and_a_wrapped_file_too(tmp_path, caplog):
+def test_wrapped_model_and_wrapped_file(tmp_path, caplog):
+    """A wrapped model is loaded and a wrapped file too."""
     source = nn.Linear(2, 2)
     save_model(source, tmp_path / "plain")
     model = nn.Linear(2, 2)
@@ -466,7 +487,8 @@ def test_a_wrapped_model_is_loaded_and_a_wrapped_file_too(tmp_path, caplog):
         ({"checkpoint": 5}, "checkpoint=5"),
     ],
 )
-def test_wrong_arguments_of_load_checkpoint_in_model(tmp_path, arguments, said):
+def test_wrong_arguments_of_load_checkpoint(tmp_path, arguments, said):
+    """Wrong arguments of load checkpoint in model."""
     with pytest.raises(ConfigError) as caught:
         load_checkpoint_in_model(**{"model": nn.Linear(1, 1), "checkpoint": tmp_path, **arguments})
     assert said in str(caught.value)
@@ -624,7 +646,8 @@ _ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", _ATTACKS)
-def test_what_cannot_be_trusted_is_refused_by_name_and_changes_nothing(tmp_path, attack):
+def test_untrusted_files_refused(tmp_path, attack):
+    """What cannot be trusted is refused by name and changes nothing."""
     model = nn.Linear(1, 1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = attack(tmp_path)
@@ -635,7 +658,7 @@ def test_what_cannot_be_trusted_is_refused_by_name_and_changes_nothing(tmp_path,
     assert not os.path.exists(_TRACE)
 
 
-def test_loading_needs_no_memory_but_the_model(tmp_path):
+def test_loading_needs_no_memory_but_model(tmp_path):
     """Sixteen shards of 16 MiB: at most one of them is in memory besides the model."""
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)])
     save_model(model, tmp_path, max_shard_size=2**24)
@@ -663,7 +686,8 @@ _STATE = {"step": 3, "betas": (0.9, 0.95), "mean": torch.arange(3.0), "names": {
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state.pt", "state", "state.json"])
 @pytest.mark.parametrize("value", [_STATE, {"step": 3}, torch.ones(2), [1, 2], None], ids=lambda value: type(value).__name__)
-def test_an_object_comes_back_whatever_its_file_is_called(tmp_path, name, value):
+def test_object_comes_back_whatever_file_called(tmp_path, name, value):
+    """An object comes back whatever its file is called."""
     save(value, tmp_path / name)
     back = load(tmp_path / name)
     assert type(back) is type(value)
@@ -674,7 +698,8 @@ def test_an_object_comes_back_whatever_its_file_is_called(tmp_path, name, value)
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_name_that_promises_the_format_of_torch_is_warned_of(tmp_path, caplog):
+def test_torch_suffix_warns(tmp_path, caplog):
+    """A name that promises the format of torch is warned of."""
     save(_STATE, tmp_path / "state.pt", safe_serialization=True)
     save(_STATE, tmp_path / "state.safetensors")
     assert not caplog.text
@@ -682,21 +707,24 @@ def test_a_name_that_promises_the_format_of_torch_is_warned_of(tmp_path, caplog)
     assert "torch.load does not" in caplog.text
 
 
-def test_the_format_of_torch_is_written_by_name_and_read(tmp_path):
+def test_object_in_torch_format(tmp_path):
+    """The format of torch is written by name and read."""
     save(_STATE, tmp_path / "state.pt", safe_serialization=False)
     assert torch.load(tmp_path / "state.pt", weights_only=False)["step"] == 3
     assert load(tmp_path / "state.pt")["betas"] == (0.9, 0.95)
     assert load(tmp_path / "state.pt", map_location="cpu", weights_only=True)["mean"].tolist() == [0, 1, 2]
 
 
-def test_files_of_the_safetensors_package_and_old_files_of_torch_are_read(tmp_path):
+def test_files_of_other_writers(tmp_path):
+    """Files of the safetensors package and old files of torch are read."""
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
     assert load(tmp_path / "w.safetensors")["w"].tolist() == [1, 1]
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert load(tmp_path / "old.pt")["w"].tolist() == [1, 1]
 
 
-def test_nothing_in_a_file_is_run_unless_it_is_asked_for(tmp_path, monkeypatch):
+def test_nothing_runs_unless_asked(tmp_path, monkeypatch):
+    """Nothing in a file is run unless it is asked for."""
     class Harmless:
         def __reduce__(self):
             return (os.getcwd, ())
@@ -707,7 +735,8 @@ def test_nothing_in_a_file_is_run_unless_it_is_asked_for(tmp_path, monkeypatch):
     assert load(tmp_path / "x.pt", weights_only=False)["w"] == os.getcwd()
 
 
-def test_open_files_are_written_and_read():
+def test_open_files_written_and_read():
+    """Open files are written and read."""
     for safe in (None, True, False):
         file = io.BytesIO()
         save(_STATE, file, safe_serialization=safe)
@@ -715,7 +744,8 @@ def test_open_files_are_written_and_read():
         assert load(file)["mean"].tolist() == [0, 1, 2]
 
 
-def test_what_is_compressed_is_not_unpacked_by_torch_either(tmp_path):
+def test_compressed_archives_refused(tmp_path):
+    """What is compressed is not unpacked by torch either."""
     torch.save({"w": torch.zeros(1_000_000)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in plain.namelist():
@@ -725,13 +755,15 @@ def test_what_is_compressed_is_not_unpacked_by_torch_either(tmp_path):
             load(tmp_path / "packed.pt", **options)
 
 
-def test_an_expanded_tensor_is_refused_with_what_to_save_instead(tmp_path):
+def test_expanded_tensor_refused(tmp_path):
+    """An expanded tensor is refused with what to save instead."""
     torch.save({"w": torch.ones(1).expand(3)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"save tensor\.contiguous\(\) instead"):
         load(tmp_path / "x.pt")
 
 
-def test_names_in_a_file_move_no_cursor_and_fill_no_screen(tmp_path, caplog):
+def test_hostile_names_in_messages(tmp_path, caplog):
+    """Names in a file move no cursor and fill no screen."""
     safetensors.torch.save_file({"\x1b[2J\nfake": torch.ones(1), "a" * 100_000: torch.ones(1)}, tmp_path / "x.safetensors")
     load_checkpoint_in_model(torch.nn.Linear(1, 1), tmp_path / "x.safetensors")
     assert "\x1b" not in caplog.text
@@ -739,13 +771,15 @@ def test_names_in_a_file_move_no_cursor_and_fill_no_screen(tmp_path, caplog):
     assert len(caplog.text) < 2000
 
 
-def test_weights_one_level_down_are_not_taken_for_none(tmp_path):
+def test_nested_weights_are_named(tmp_path):
+    """Weights one level down are not taken for none."""
     torch.save({"model": torch.nn.Linear(1, 1).state_dict(), "epoch": 3}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"load_state_dict\(loaded\['model'\]\)"):
         load_checkpoint_in_model(torch.nn.Linear(1, 1), tmp_path / "x.pt")
 
 
-def test_what_is_no_regular_file_is_not_replaced_by_one(tmp_path):
+def test_only_regular_files_replaced(tmp_path):
+    """What is no regular file is not replaced by one."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):
@@ -759,7 +793,8 @@ def test_what_is_no_regular_file_is_not_replaced_by_one(tmp_path):
     assert len(os.listdir(tmp_path)) == 3
 
 
-def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
+def test_link_target_is_replaced(tmp_path):
+    """A link stays one and what it leads to is replaced."""
     (tmp_path / "elsewhere").mkdir()
     save({"step": 1}, tmp_path / "elsewhere/state.json")
     (tmp_path / "state.json").symlink_to("elsewhere/state.json")
@@ -768,19 +803,22 @@ def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
     assert load(tmp_path / "elsewhere/state.json") == {"step": 2}
 
 
-def test_a_file_url_is_a_path(tmp_path):
+def test_file_url_path(tmp_path):
+    """A file URL is a path."""
     save({"step": 1}, f"file://{tmp_path}/state.json")
     assert load(f"file://{tmp_path}/state.json") == load(tmp_path / "state.json") == {"step": 1}
     with pytest.raises(ConfigError, match="remote place"):
         save({"step": 1}, "memory://state.json")
 
 
-def test_tensors_go_to_the_device_that_is_asked_for(tmp_path):
+def test_tensors_go_to_device_asked_for(tmp_path):
+    """Tensors go to the device that is asked for."""
     save({"w": torch.ones(2), "again": torch.ones(2)}, tmp_path / "x.safetensors")
     assert load(tmp_path / "x.safetensors", map_location="meta")["w"].is_meta
 
 
-def test_a_save_that_fails_leaves_the_file_that_was_there(tmp_path):
+def test_save_fails_leaves_file(tmp_path):
+    """A save that fails leaves the file that was there."""
     save({"step": 1}, tmp_path / "x.json")
     for method in ("write", "rename"):
         with pytest.raises(CheckpointError, match="The disk is full"):
@@ -833,5 +871,6 @@ def _save_on_every_rank(folder):
     return load(f"{folder}/one.json"), load(f"{folder}/each.json")
 
 
-def test_the_main_process_alone_writes(tmp_path, ranks):
+def test_main_process_alone_writes(tmp_path, ranks):
+    """The main process alone writes."""
     assert ranks(2).run(_save_on_every_rank, str(tmp_path)) == [({"rank": 0}, {"rank": 0})] * 2

@@ -11,7 +11,8 @@ from slipstream import Accelerator
 from slipstream.utils import ProjectConfiguration
 
 
-def test_every_number_has_the_files_of_its_own_save(ranks: Any, tmp_path: Path) -> None:
+def test_every_number_files_of_own_save(ranks: Any, tmp_path: Path) -> None:
+    """Every number has the files of its own save."""
     def save_in_a_row() -> None:
         project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
         accelerator = Accelerator(cpu=True, project_config=project)

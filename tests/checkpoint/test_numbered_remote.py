@@ -25,7 +25,8 @@ def damage(url: str) -> None:
             store.pipe_file(path, store.cat_file(path)[:-1])
 
 
-def test_the_newest_that_is_whole_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_newest_whole_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    """The newest that is whole is loaded."""
     accelerator, model = begin("memory://numbered")
     torch.nn.init.constant_(model.weight, 1.0)
     saved = [accelerator.save_state() for _ in range(3)]
@@ -38,7 +39,8 @@ def test_the_newest_that_is_whole_is_loaded(caplog: pytest.LogCaptureFixture) ->
     assert accelerator.save_state().endswith("checkpoint_3")
 
 
-def test_none_that_is_whole_is_an_error_that_names_each() -> None:
+def test_none_whole_error_names_each() -> None:
+    """None that is whole is an error that names each."""
     accelerator, _ = begin("memory://broken")
     for _ in range(2):
         damage(accelerator.save_state())

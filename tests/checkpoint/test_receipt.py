@@ -29,7 +29,8 @@ def begin(lr: float = 0.1, **options: bool) -> tuple[Accelerator, torch.optim.Op
     return accelerator, optimizer, data
 
 
-def test_a_learning_rate_that_the_checkpoint_overrides_is_said(tmp_path: Path) -> None:
+def test_learning_rate_checkpoint_overrides_said(tmp_path: Path) -> None:
+    """A learning rate that the checkpoint overrides is said."""
     accelerator, optimizer, _ = begin()
     optimizer.param_groups[0]["lr"] = 0.05  # by the training itself: no other meaning
     where = accelerator.save_state(tmp_path / "first")
@@ -39,7 +40,8 @@ def test_a_learning_rate_that_the_checkpoint_overrides_is_said(tmp_path: Path) -
         begin(lr=0.01)[0].load_state(where, strict=True)
 
 
-def test_batches_of_unknown_size_are_no_other_meaning(tmp_path: Path) -> None:
+def test_unknown_batch_size(tmp_path: Path) -> None:
+    """Batches of unknown size are no other meaning."""
     accelerator, _, data = begin()
     batches = iter(data)
     next(batches)

@@ -84,7 +84,8 @@ def attempt(run: Run, folder: Path, before: Any) -> str:
     return "refused"
 
 
-def test_damage_is_refused_and_changes_nothing(run: Run, tmp_path: Path, rounds: Callable[..., int]) -> None:
+def test_damage_refused_and_changes_nothing(run: Run, tmp_path: Path, rounds: Callable[..., int]) -> None:
+    """Damage is refused and changes nothing."""
     before, folder = living(run), tmp_path / "case"
     for seed in range(rounds(ci=3, soak=40) * len(MUTATIONS)):
         shutil.copytree(tmp_path / "early", folder)
@@ -93,7 +94,8 @@ def test_damage_is_refused_and_changes_nothing(run: Run, tmp_path: Path, rounds:
         shutil.rmtree(folder)
 
 
-def test_a_state_with_a_wrong_value_is_loaded_or_changes_nothing(run: Run, tmp_path: Path, rounds: Callable[..., int]) -> None:
+def test_wrong_value_loaded_or_refused(run: Run, tmp_path: Path, rounds: Callable[..., int]) -> None:
+    """A state with a wrong value is loaded or changes nothing."""
     early, folder = tmp_path / "early", tmp_path / "case"
     cases: list[tuple[Callable[..., None], Any, Any]] = [
         *((twisted.twist, place, (value,)) for place in twisted.places(early) for value in (..., *twisted.VALUES)),
@@ -124,7 +126,8 @@ class Stubborn:
         raise KeyError("patience")
 
 
-def test_an_object_that_refuses_leaves_the_rest_as_it_was(run: Run, tmp_path: Path) -> None:
+def test_object_refuses_leaves_rest_as(run: Run, tmp_path: Path) -> None:
+    """An object that refuses leaves the rest as it was."""
     run.accelerator.register_for_checkpointing(Stubborn())
     run.accelerator.save_state(tmp_path / "more")
     next(iter(steps(run, run.loader)))
@@ -137,7 +140,8 @@ def test_an_object_that_refuses_leaves_the_rest_as_it_was(run: Run, tmp_path: Pa
     assert after == before
 
 
-def test_if_one_rank_refuses_no_rank_changes(tmp_path: Path, ranks: Any) -> None:
+def test_if_rank_refuses_no_rank_changes(tmp_path: Path, ranks: Any) -> None:
+    """If one rank refuses no rank changes."""
     folder = tmp_path / "checkpoint"
 
     def train() -> None:
@@ -162,7 +166,7 @@ def test_if_one_rank_refuses_no_rank_changes(tmp_path: Path, ranks: Any) -> None
     ranks(2).run(train)
 
 
-def test_a_twist_changes_what_it_says(tmp_path: Path, run: Run) -> None:
+def test_twist_changes_what_says(tmp_path: Path, run: Run) -> None:
     """What the tests above stand on: a value that is put back is loaded as before."""
     run.accelerator.load_state(tmp_path / "now")
     before = living(run)

@@ -93,11 +93,13 @@ def check(url: str, into: Path, step: int | None = None) -> int:
         (Path("/tmp"), False),
     ],
 )
-def test_what_is_a_url(target: object, expected: bool) -> None:
+def test_what_url(target: object, expected: bool) -> None:
+    """What is a URL."""
     assert is_url(target) is expected
 
 
-def test_file_urls_are_paths_of_this_machine(tmp_path: Path) -> None:
+def test_file_urls_paths_of_this_machine(tmp_path: Path) -> None:
+    """File URLs are paths of this machine."""
     awkward = tmp_path / "my run #1 50%"
     assert local_path(awkward.as_uri()) == str(awkward)
     assert local_path("file://localhost/tmp/run") == "/tmp/run"
@@ -117,7 +119,8 @@ def test_file_urls_are_paths_of_this_machine(tmp_path: Path) -> None:
         ("oci://bucket/run", "needs a package that is not installed"),
     ],
 )
-def test_urls_that_cannot_be_used_say_why(url: str, message: str) -> None:
+def test_urls_cannot_used_say_why(url: str, message: str) -> None:
+    """URLs that cannot be used say why."""
     with pytest.raises(ConfigError, match=message):
         RemoteTarget(url)
 
@@ -126,7 +129,8 @@ def test_urls_that_cannot_be_used_say_why(url: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["memory://runs/first", URL, "simplecache::memory://runs/first", "simplecache::file://{tmp}/deep/run"])
-def test_what_was_saved_is_fetched_under_its_own_names(url: str, tmp_path: Path, world: World) -> None:
+def test_what_saved_fetched_under_own_names(url: str, tmp_path: Path, world: World) -> None:
+    """What was saved is fetched under its own names."""
     url = url.format(tmp=tmp_path)
     saved = save(url, 1)
     assert check(url, tmp_path / "got") == 1
@@ -135,7 +139,8 @@ def test_what_was_saved_is_fetched_under_its_own_names(url: str, tmp_path: Path,
     assert check(url, tmp_path / "again") == 2
 
 
-def test_the_files_of_the_save_before_are_gone_and_those_of_others_are_not(world: World) -> None:
+def test_old_files_removed_foreign_kept(world: World) -> None:
+    """The files of the save before are gone and those of others are not."""
     world.objects["bucket/runs/first/README.md"] = b"mine"
     save(URL, 1)
     first = {path for path in world.objects if "data-" in path}
@@ -146,7 +151,8 @@ def test_the_files_of_the_save_before_are_gone_and_those_of_others_are_not(world
     assert world.objects.keys() - second == {"bucket/runs/first/README.md", f"bucket/runs/first/{MANIFEST}"}
 
 
-def test_a_checkpoint_that_was_copied_there_by_hand_is_fetched_and_can_be_replaced(world: World, tmp_path: Path) -> None:
+def test_checkpoint_copied_by_hand(world: World, tmp_path: Path) -> None:
+    """A checkpoint that was copied there by hand is fetched and can be replaced."""
     files = {name: FileEntry(len(data), digest(data)) for name, data in contents(4).items()}
     world.objects.update({f"bucket/runs/first/{name}": data for name, data in contents(4).items()})
     world.objects[f"bucket/runs/first/{MANIFEST}"] = manifest_of(4, files).dump()
@@ -156,7 +162,8 @@ def test_a_checkpoint_that_was_copied_there_by_hand_is_fetched_and_can_be_replac
     assert "bucket/runs/first/model.safetensors" not in world.objects
 
 
-def test_the_manifest_is_written_last_and_nothing_is_removed_before(world: World) -> None:
+def test_manifest_written_last(world: World) -> None:
+    """The manifest is written last and nothing is removed before."""
     save(URL, 1)
     world.calls.clear()
     save(URL, 2)
@@ -178,7 +185,8 @@ def test_large_files_go_in_pieces(world: World, tmp_path: Path) -> None:
     assert fetch(URL, tmp_path / "got").joinpath("model.safetensors").read_bytes() == data
 
 
-def test_files_of_hooks_are_uploaded_and_links_are_not(world: World, tmp_path: Path) -> None:
+def test_hook_files_uploaded_links_refused(world: World, tmp_path: Path) -> None:
+    """Files of hooks are uploaded and links are not."""
     (tmp_path / "secret").write_text("not for others")
     with RemoteTarget(URL).begin() as stage:
         folder = stage.folder
@@ -202,7 +210,8 @@ def test_names_cannot_lead_elsewhere(world: World, tmp_path: Path) -> None:
     assert all(path.startswith("bucket/runs/first/") for path in world.objects)
 
 
-def test_a_save_that_is_given_up_leaves_nothing(world: World) -> None:
+def test_save_given_up_leaves_nothing(world: World) -> None:
+    """A save that is given up leaves nothing."""
     save(URL, 1)
     before = dict(world.objects)
     with RemoteTarget(URL).begin() as stage:
@@ -214,7 +223,8 @@ def test_a_save_that_is_given_up_leaves_nothing(world: World) -> None:
         stage.add("more", [b"x"], 1)
 
 
-def test_bytes_that_do_not_have_the_announced_number_are_an_error(world: World) -> None:
+def test_bytes_do_not_announced_number_error(world: World) -> None:
+    """Bytes that do not have the announced number are an error."""
     for chunks in ([b"12"], [b"12", b"34"]):
         with RemoteTarget(URL).begin() as stage, pytest.raises(CheckpointError, match="should have 3"):
             stage.add("model.safetensors", chunks, 3)
@@ -244,7 +254,7 @@ def _faults() -> list[tuple[str, int]]:
     return [(how, place) for how in ("before", "after", "torn", "killed") for place in range(count)]
 
 
-def test_whatever_call_fails_one_whole_checkpoint_is_there(tmp_path: Path) -> None:
+def test_whatever_call_fails_whole_checkpoint(tmp_path: Path) -> None:
     """Every call of a save over an existing checkpoint, failing before and after it was carried out, torn, and as the last one of all."""
     outcomes = set()
     for number, (how, place) in enumerate(_faults()):
@@ -264,7 +274,8 @@ def test_whatever_call_fails_one_whole_checkpoint_is_there(tmp_path: Path) -> No
     assert {("killed", "killed", 1), ("killed", "killed", 2)} <= outcomes
 
 
-def test_a_first_save_that_fails_leaves_no_checkpoint(world: World, tmp_path: Path) -> None:
+def test_first_save_fails_leaves_no_checkpoint(world: World, tmp_path: Path) -> None:
+    """A first save that fails leaves no checkpoint."""
     world.fail_at = 5
     with pytest.raises(CheckpointError):
         save(URL, 1)
@@ -274,7 +285,8 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(world: World, tmp_path: Pa
         fetch(URL, tmp_path / "got")
 
 
-def test_credentials_are_never_shown(world: World, tmp_path: Path) -> None:
+def test_credentials_never_shown(world: World, tmp_path: Path) -> None:
+    """Credentials are never shown."""
     url = "objects://user:secret@bucket/run"
     world.fail_at = 1
     with pytest.raises(CheckpointError, match=r"objects://\*\*\*@bucket/run") as caught:
@@ -288,7 +300,8 @@ def test_credentials_are_never_shown(world: World, tmp_path: Path) -> None:
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_files_of_saves_that_died_long_ago_are_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_dead_saves_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of saves that died long ago are removed."""
     now = time.time_ns()
     for age in (30 * 24 * 3600, 3600):
         monkeypatch.setattr(time, "time_ns", lambda age=age: now - age * 10**9)
@@ -327,7 +340,8 @@ def _lose(objects: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("change", [_truncate, _lengthen, _alter, _lose])
-def test_a_damaged_file_is_named(world: World, tmp_path: Path, change: object) -> None:
+def test_damaged_file_named(world: World, tmp_path: Path, change: object) -> None:
+    """A damaged file is named."""
     tampered(world, change)
     with pytest.raises(CheckpointError, match=r"objects://bucket/runs/first.*(model|optimizer)\.safetensors"):
         fetch(URL, tmp_path / "got")
@@ -335,7 +349,8 @@ def test_a_damaged_file_is_named(world: World, tmp_path: Path, change: object) -
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/../../outside", "..", "a\\b"])
-def test_names_in_a_manifest_cannot_lead_outside(world: World, tmp_path: Path, name: str) -> None:
+def test_names_in_manifest_cannot_lead_outside(world: World, tmp_path: Path, name: str) -> None:
+    """Names in a manifest cannot lead outside."""
     body = manifest_of(1, {name: FileEntry(1, digest(b"x"))}).dump()
     world.objects[f"bucket/runs/first/{MANIFEST}"] = body
     with pytest.raises(CheckpointError):
@@ -343,14 +358,16 @@ def test_names_in_a_manifest_cannot_lead_outside(world: World, tmp_path: Path, n
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_folder_with_something_in_it_is_not_fetched_into(world: World, tmp_path: Path) -> None:
+def test_fetch_needs_empty_folder(world: World, tmp_path: Path) -> None:
+    """A folder with something in it is not fetched into."""
     save(URL, 1)
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(CheckpointError, match="not empty"):
         fetch(URL, tmp_path)
 
 
-def test_what_is_replaced_while_it_is_fetched_is_fetched_anew(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_replaced_while_fetched_fetched_anew(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replaced while it is fetched is fetched anew."""
     save(URL, 1)
     real = remote._download_file
 
@@ -373,7 +390,8 @@ def snapshot(rank: int, step: int) -> Snapshot:
 
 
 @pytest.mark.parametrize("first", ["rank", "checkpoint"])
-def test_what_other_ranks_add_is_fetched_with_it(world: World, tmp_path: Path, first: str) -> None:
+def test_what_other_ranks_add_fetched_with(world: World, tmp_path: Path, first: str) -> None:
+    """What other ranks add is fetched with it."""
     for step in (1, 2):
         if first == "rank":
             RemoteTarget(URL).add_rank_file(snapshot(1, step))
@@ -386,7 +404,8 @@ def test_what_other_ranks_add_is_fetched_with_it(world: World, tmp_path: Path, f
         assert sum("rank_1" in path for path in world.objects) == 1
 
 
-def test_a_damaged_file_of_a_rank_is_refused(world: World, tmp_path: Path) -> None:
+def test_damaged_file_of_rank_refused(world: World, tmp_path: Path) -> None:
+    """A damaged file of a rank is refused."""
     save(URL, 1)
     RemoteTarget(URL).add_rank_file(snapshot(1, 1))
     name = next(path for path in world.objects if "rank_1" in path)
@@ -395,7 +414,8 @@ def test_a_damaged_file_of_a_rank_is_refused(world: World, tmp_path: Path) -> No
         fetch(URL, tmp_path / "got")
 
 
-def test_numbers_are_listed_in_their_order(world: World) -> None:
+def test_numbers_listed_in_order(world: World) -> None:
+    """Numbers are listed in their order."""
     for number in (10, 9, 2):
         save(f"objects://bucket/runs/checkpoint_{number}", number)
     world.objects["bucket/runs/checkpoint_09/x"] = world.objects["bucket/runs/notes/x"] = b""
@@ -405,7 +425,8 @@ def test_numbers_are_listed_in_their_order(world: World) -> None:
     assert world.objects["bucket/runs/latest"] == b"checkpoint_10\n"
 
 
-def test_rotation_keeps_the_newest_and_the_best(world: World) -> None:
+def test_rotation_keeps_newest_and_best(world: World) -> None:
+    """Rotation keeps the newest and the best."""
     urls = [f"objects://bucket/runs/checkpoint_{number}" for number in range(5)]
     for number, metric in enumerate((0.5, 0.1, 0.4, 0.3, 0.2)):
         save(urls[number], number, metric)
@@ -416,12 +437,14 @@ def test_rotation_keeps_the_newest_and_the_best(world: World) -> None:
     assert remote.rotate("objects://bucket/runs", RetentionPolicy(), newest=urls[4]) == []
 
 
-def test_nothing_is_rotated_before_the_newest_is_there(world: World) -> None:
+def test_nothing_rotated_before_newest(world: World) -> None:
+    """Nothing is rotated before the newest is there."""
     save("objects://bucket/runs/checkpoint_0", 0)
     assert remote.rotate("objects://bucket/runs", RetentionPolicy(total_limit=1), newest="objects://bucket/runs/checkpoint_1") == []
 
 
-def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+def test_removal_interrupted_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    """A removal that is interrupted leaves no half checkpoint."""
     old, new = "objects://bucket/runs/checkpoint_0", "objects://bucket/runs/checkpoint_1"
     seen = set()
     for place in range(30):

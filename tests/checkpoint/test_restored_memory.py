@@ -97,7 +97,7 @@ def test_load_state(tmp_path: Path, optimizer: str) -> None:
     accelerator.end_training()
 
 
-def test_every_part_of_a_checkpoint(tmp_path: Path) -> None:
+def test_every_part_of_checkpoint(tmp_path: Path) -> None:
     """So do random states, states of loaders and gradients, while they are still parts of the checkpoint."""
     accelerator, _, *rest = run()
     train(accelerator, *rest, 3)
@@ -124,7 +124,7 @@ def test_load(tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in value.items() if isinstance(tensor, torch.Tensor))
 
 
-def test_tensors_of_one_storage_stay_together(tmp_path: Path) -> None:
+def test_tensors_of_storage_stay_together(tmp_path: Path) -> None:
     """Two views of one storage in a file of torch.save share one storage afterwards, as torch.load gives it."""
     base = torch.arange(64.0)
     torch.save({"all": base, "part": base[16:32]}, tmp_path / "state.pt")
@@ -135,7 +135,7 @@ def test_tensors_of_one_storage_stay_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["one file", "shards", "torch", "checkpoint", "merged"])
-def test_weights_loaded_into_a_model(tmp_path: Path, way: str) -> None:
+def test_weights_loaded_into_model(tmp_path: Path, way: str) -> None:
     """`load_checkpoint_in_model` copies weights into memory of the model, or of its own where the model had none."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
     if way == "checkpoint":
@@ -158,7 +158,7 @@ def test_weights_loaded_into_a_model(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_checkpoint_of_accelerate(tmp_path: Path, safe: bool) -> None:
+def test_checkpoint_of_accelerate(tmp_path: Path, safe: bool) -> None:
     """What is taken over from a checkpoint of Accelerate has memory of its own too."""
     accelerator, held, model, optimizer, loader = run()
     train(accelerator, model, optimizer, loader, 4)
@@ -199,14 +199,14 @@ def save_sharded(folder: Path, shard: Any) -> None:
     accelerator.end_training()
 
 
-def test_what_is_sharded(tmp_path: Path, ranks: Ranks) -> None:
+def test_what_sharded(tmp_path: Path, ranks: Ranks) -> None:
     """What a rank holds of sharded tensors has memory of its own, whether it was stored whole or in pieces."""
     save_sharded(tmp_path / "whole", not_at_all)
     ranks(2).run(save_sharded, tmp_path / "pieces", fully)
     ranks(2).run(sharded, tmp_path)
 
 
-def test_files_that_we_write(tmp_path: Path) -> None:
+def test_files_we_write(tmp_path: Path) -> None:
     """In our files the data, and every tensor whose bytes are a multiple of 64, begins at a multiple of 64: a mapped one is aligned."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(64, 64, dtype=torch.bfloat16), torch.nn.Linear(7, 16))
     save_model(model, tmp_path)

@@ -181,7 +181,7 @@ def cut_everywhere(folder: Path, arithmetic: bool = False, every: int = 1, **opt
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("arithmetic", [False, True], ids=["plain", "arithmetic"])
-def test_one_process(tmp_path: Path, arithmetic: bool, accumulation: int) -> None:
+def test_process(tmp_path: Path, arithmetic: bool, accumulation: int) -> None:
     """The README's loop, and that of Accelerate's examples, resume exactly from every checkpoint."""
     assert cut_everywhere(tmp_path, arithmetic, gradient_accumulation_steps=accumulation) == 1 + EPOCHS * (3 + 1)
 

@@ -28,7 +28,8 @@ def filled(folder: Path, *steps: int, metrics: dict[int, float] | None = None) -
     return folder / f"checkpoint_{steps[-1]}"
 
 
-def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
+def test_numbers_compared_as_numbers(tmp_path: Path) -> None:
+    """Numbers are compared as numbers."""
     for name in (
         "checkpoint_10",
         "checkpoint_2",
@@ -46,7 +47,8 @@ def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
     assert numbered_checkpoints(tmp_path / "nothing") == []
 
 
-def test_one_that_a_crash_took_from_its_place_is_among_them(tmp_path: Path) -> None:
+def test_crash_took_from_place_among(tmp_path: Path) -> None:
+    """One that a crash took from its place is among them."""
     filled(tmp_path, 1, 2)
     (tmp_path / "checkpoint_2").rename(tmp_path / ".checkpoint_2.was-01234567")
     (tmp_path / ".checkpoint_5.saving-01234567").mkdir()
@@ -55,7 +57,8 @@ def test_one_that_a_crash_took_from_its_place_is_among_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("limit", "stay"), [(None, [1, 2, 9, 10]), (1, [10]), (3, [2, 9, 10]), (99, [1, 2, 9, 10])])
-def test_the_newest_stay(limit: int | None, stay: list[int], tmp_path: Path) -> None:
+def test_newest_stay(limit: int | None, stay: list[int], tmp_path: Path) -> None:
+    """The newest stay."""
     newest = filled(tmp_path, 1, 2, 9, 10)
     gone = rotate(tmp_path, RetentionPolicy(limit), Disk(), newest)
     assert numbers(tmp_path) == stay
@@ -64,26 +67,30 @@ def test_the_newest_stay(limit: int | None, stay: list[int], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("mode", "stay"), [("min", [2, 4, 6]), ("max", [1, 3, 6])])
-def test_the_best_stay_besides_the_newest(mode: str, stay: list[int], tmp_path: Path) -> None:
+def test_best_stay_besides_newest(mode: str, stay: list[int], tmp_path: Path) -> None:
+    """The best stay besides the newest."""
     newest = filled(tmp_path, 1, 2, 3, 4, 5, 6, metrics={1: 0.9, 2: 0.1, 3: 0.9, 4: 0.1, 6: 0.5})
     rotate(tmp_path, RetentionPolicy(1, keep_best=2, best_mode=mode), Disk(), newest)  # type: ignore[arg-type]
     assert numbers(tmp_path) == stay
 
 
-def test_of_two_equal_ones_the_newer_stays(tmp_path: Path) -> None:
+def test_of_two_equal_newer_stays(tmp_path: Path) -> None:
+    """Of two equal ones the newer stays."""
     newest = filled(tmp_path, 1, 2, 3, metrics={1: 0.5, 2: 0.5})
     rotate(tmp_path, RetentionPolicy(1, keep_best=1), Disk(), newest)
     assert numbers(tmp_path) == [2, 3]
 
 
-def test_the_newest_is_not_the_highest_after_going_back(tmp_path: Path) -> None:
+def test_newest_not_highest_after_going_back(tmp_path: Path) -> None:
+    """The newest is not the highest after going back."""
     filled(tmp_path, 5, 6, 7)
     newest = filled(tmp_path, 3)
     rotate(tmp_path, RetentionPolicy(1), Disk(), newest)
     assert numbers(tmp_path) == [3, 7]
 
 
-def test_folders_that_are_no_checkpoints_do_not_count_and_stay(tmp_path: Path) -> None:
+def test_other_folders_stay(tmp_path: Path) -> None:
+    """Folders that are no checkpoints do not count and stay."""
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_1" / "mine").write_text("x")
     filled(tmp_path, 2, 3)
@@ -96,13 +103,15 @@ def test_folders_that_are_no_checkpoints_do_not_count_and_stay(tmp_path: Path) -
     assert (tmp_path / "checkpoint_1" / "mine").exists()
 
 
-def test_without_the_newest_nothing_goes(tmp_path: Path) -> None:
+def test_without_newest_nothing_goes(tmp_path: Path) -> None:
+    """Without the newest nothing goes."""
     filled(tmp_path, 1, 2)
     assert rotate(tmp_path, RetentionPolicy(1), Disk(), tmp_path / "checkpoint_3") == []
     assert numbers(tmp_path) == [1, 2]
 
 
-def test_a_number_is_gone_for_good_before_the_first_file_is(tmp_path: Path) -> None:
+def test_number_removed_before_files(tmp_path: Path) -> None:
+    """A number is gone for good before the first file is."""
     class Log(Disk):
         calls: tuple[str, ...] = ()
 
@@ -125,9 +134,10 @@ def test_a_number_is_gone_for_good_before_the_first_file_is(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("primitive", ["rename", "remove", "remove_folder", "_fsync"])
-def test_what_cannot_be_removed_is_said_and_goes_the_next_time(
+def test_failed_removal_tried_again(
     primitive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What cannot be removed is said and goes the next time."""
     def broken(*arguments: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "x")
 
@@ -142,7 +152,8 @@ def test_what_cannot_be_removed_is_said_and_goes_the_next_time(
     assert os.listdir(tmp_path) == ["checkpoint_3"]
 
 
-def test_leftovers_of_numbers_that_will_not_come_again_are_swept(tmp_path: Path) -> None:
+def test_leftovers_of_old_numbers_swept(tmp_path: Path) -> None:
+    """Leftovers of numbers that will not come again are swept."""
     newest = filled(tmp_path, 1, 7)
     for name in (".checkpoint_3.saving-01234567", ".checkpoint_4.removing-01234567", ".other.saving-01234567"):
         (tmp_path / name).mkdir()
@@ -159,9 +170,10 @@ def test_leftovers_of_numbers_that_will_not_come_again_are_swept(tmp_path: Path)
     st.sampled_from(["min", "max"]),
     st.data(),
 )
-def test_against_the_slow_way(
+def test_against_slow_way(
     tmp_path_factory: pytest.TempPathFactory, saved: list[tuple[int, float | None]], limit: int, best: int, mode: str, data: st.DataObject
 ) -> None:
+    """Against the slow way."""
     folder = tmp_path_factory.mktemp("rotation")
     for step, metric in saved:
         save(folder / f"checkpoint_{step}", step, sizes=SMALL, metric=metric)
@@ -178,6 +190,7 @@ def test_against_the_slow_way(
 
 
 @pytest.mark.parametrize("wrong", [{"total_limit": 0}, {"total_limit": -1}, {"keep_best": -1}, {"best_mode": "better"}])
-def test_what_cannot_be_kept(wrong: dict[str, object]) -> None:
+def test_what_cannot_kept(wrong: dict[str, object]) -> None:
+    """What cannot be kept."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RetentionPolicy(**wrong)  # type: ignore[arg-type]

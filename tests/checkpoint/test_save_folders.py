@@ -26,7 +26,7 @@ def attempt(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("then", ["load_state", "save_state", "end_training"])
-def test_one_after_the_other(ranks: Any, tmp_path: Path, order: tuple[int, int], then: str) -> None:
+def test_after_other(ranks: Any, tmp_path: Path, order: tuple[int, int], then: str) -> None:
     """The process that comes second raises at once, the first one with its next call about checkpoints."""
 
     def run() -> list[str]:
@@ -52,7 +52,7 @@ def test_one_after_the_other(ranks: Any, tmp_path: Path, order: tuple[int, int],
         assert "the same folder" in text
 
 
-def test_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
+def test_at_same_time(ranks: Any, tmp_path: Path) -> None:
     """Whoever comes first: what a process returns without an error exists when all have returned."""
 
     def run() -> Any:
@@ -65,7 +65,7 @@ def test_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
     assert all("different folders" in text for text in ranks(2).run(run))
 
 
-def test_behind_the_training(ranks: Any, tmp_path: Path) -> None:
+def test_behind_training(ranks: Any, tmp_path: Path) -> None:
     """Saves that are written behind the training are compared, too."""
 
     def run() -> Any:

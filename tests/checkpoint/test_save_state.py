@@ -104,7 +104,8 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Rprop", "NAdam", "R
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), [*(("SGD", name) for name in SCHEDULES), *((name, "LambdaLR") for name in OPTIMIZERS)])
-def test_every_optimizer_and_schedule_of_torch_goes_on_exactly(tmp_path: Path, optimizer: str, schedule: str) -> None:
+def test_every_optimizer_and_scheduler(tmp_path: Path, optimizer: str, schedule: str) -> None:
+    """Every optimizer and schedule of torch goes on exactly."""
     def prepared() -> tuple[Any, ...]:
         accelerator = Accelerator(cpu=True)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
@@ -135,7 +136,8 @@ def test_every_optimizer_and_schedule_of_torch_goes_on_exactly(tmp_path: Path, o
     assert updates(*again, 6) == expected
 
 
-def test_a_run_that_has_not_begun_can_be_saved(tmp_path: Path) -> None:
+def test_run_not_begun_can_saved(tmp_path: Path) -> None:
+    """A run that has not begun can be saved."""
     run = begin()
     where = run.accelerator.save_state(tmp_path / "first")
     losses = list(steps(run, run.loader))
@@ -144,13 +146,15 @@ def test_a_run_that_has_not_begun_can_be_saved(tmp_path: Path) -> None:
     assert list(steps(again, again.loader)) == losses
 
 
-def test_nothing_needs_to_be_prepared_but_something_to_be_loaded_into(tmp_path: Path) -> None:
+def test_nothing_prepared(tmp_path: Path) -> None:
+    """Nothing needs to be prepared but something to be loaded into."""
     where = trained().accelerator.save_state(tmp_path / "first")
     with pytest.raises(CheckpointError, match=r"called before prepare\(\).*Prepare first"):
         Accelerator(cpu=True).load_state(where)
 
 
-def test_one_checkpoint_replaces_another_and_leaves_files_of_others(tmp_path: Path) -> None:
+def test_replaced_checkpoint_keeps_foreign_files(tmp_path: Path) -> None:
+    """One checkpoint replaces another and leaves files of others."""
     run = trained()
     where = Path(run.accelerator.save_state(tmp_path / "out" / "last"))
     (where / "notes.txt").write_text("mine")
@@ -163,7 +167,8 @@ def test_one_checkpoint_replaces_another_and_leaves_files_of_others(tmp_path: Pa
     assert run.optimizer.updates == 5
 
 
-def test_a_save_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> None:
+def test_save_interrupted_leaves_what(tmp_path: Path) -> None:
+    """A save that is interrupted leaves what was there."""
     class Interrupted(Disk):
         def write(self, path: Path, chunks: Any, size: int) -> FileEntry:
             if path.name == "optimizer.safetensors":
@@ -185,7 +190,8 @@ def test_a_save_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> Non
     assert names(tmp_path / "out") == ["first", "second"]
 
 
-def test_two_accelerators_in_one_process_save_apart(tmp_path: Path) -> None:
+def test_two_accelerators_in_process_save_apart(tmp_path: Path) -> None:
+    """Two accelerators in one process save apart."""
     first, second = trained(2), trained(5, seed=9)
     entry, other = first.accelerator.save_state(tmp_path / "one"), second.accelerator.save_state(tmp_path / "two")
     weights = first.weights().clone(), second.weights().clone()
@@ -196,7 +202,7 @@ def test_two_accelerators_in_one_process_save_apart(tmp_path: Path) -> None:
     assert (first.optimizer.updates, second.optimizer.updates) == (2, 5)
 
 
-def test_saving_inside_of_an_evaluation(tmp_path: Path) -> None:
+def test_saving_inside_of_evaluation(tmp_path: Path) -> None:
     """The training goes on with the next batch; an evaluation that was under way within a batch begins anew."""
 
     def evaluation(run: Run) -> Any:
@@ -218,7 +224,8 @@ def test_saving_inside_of_an_evaluation(tmp_path: Path) -> None:
     assert torch.equal(again.weights(), run.weights())
 
 
-def test_nothing_keeps_a_freed_model_alive(tmp_path: Path) -> None:
+def test_nothing_keeps_freed_model_alive(tmp_path: Path) -> None:
+    """Nothing keeps a freed model alive."""
     run = trained()
     accelerator, model = run.accelerator, weakref.ref(run.model)
     optimizer = weakref.ref(run.optimizer)
@@ -234,7 +241,8 @@ def test_nothing_keeps_a_freed_model_alive(tmp_path: Path) -> None:
 # -- numbered checkpoints ---------------------------------------------------------------------------------------------
 
 
-def test_numbered_checkpoints_rotate_and_the_newest_is_loaded(tmp_path: Path) -> None:
+def test_numbered_checkpoints_rotate_and_newest_loaded(tmp_path: Path) -> None:
+    """Numbered checkpoints rotate and the newest is loaded."""
     run = begin(**numbering(tmp_path, total_limit=2))
     weights = []
     for _ in range(4):
@@ -253,7 +261,8 @@ def test_numbered_checkpoints_rotate_and_the_newest_is_loaded(tmp_path: Path) ->
     assert torch.equal(plain.weights(), weights[3])
 
 
-def test_numbers_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_numbers_go_on_after_restart(tmp_path: Path) -> None:
+    """Numbers go on after a restart."""
     for expected in (0, 1):  # without loading
         run = trained(1, **numbering(tmp_path))
         assert run.accelerator.save_iteration == expected
@@ -267,7 +276,8 @@ def test_numbers_go_on_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])
-def test_the_best_stay_besides_the_newest(tmp_path: Path, mode: str, best: int) -> None:
+def test_best_stay_besides_newest(tmp_path: Path, mode: str, best: int) -> None:
+    """The best stay besides the newest."""
     run = trained(1, **numbering(tmp_path, total_limit=1, keep_best=1, best_mode=mode))
     for metric in (0.5, 0.1, torch.tensor(0.9), 0.4, None):
         run.accelerator.save_state(metric=metric)
@@ -275,7 +285,8 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path, mode: str, best: int) 
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "no manifest", "missing"])
-def test_a_broken_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+def test_broken_newest_checkpoint_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    """A broken newest checkpoint is passed over."""
     run = trained(1, **numbering(tmp_path))
     run.accelerator.save_state()
     good = run.weights().clone()
@@ -300,7 +311,8 @@ def test_a_broken_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytes
     assert Path(again.accelerator.save_state()).name == "checkpoint_2"  # and what is left of it is not overwritten
 
 
-def test_without_any_whole_checkpoint_each_is_named(tmp_path: Path) -> None:
+def test_without_any_whole_checkpoint_each_named(tmp_path: Path) -> None:
+    """Without any whole checkpoint each is named."""
     run = trained(1, **numbering(tmp_path))
     with pytest.raises(CheckpointError, match="there is no checkpoint in .* yet"):
         run.accelerator.load_state()
@@ -310,7 +322,8 @@ def test_without_any_whole_checkpoint_each_is_named(tmp_path: Path) -> None:
         run.accelerator.load_state()
 
 
-def test_a_project_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_in_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project in the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for number in range(2):
         run = trained(1, **numbering(Path("~/project")))
@@ -319,7 +332,8 @@ def test_a_project_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     run.accelerator.load_state("~/project/checkpoints/checkpoint_0")
 
 
-def test_a_folder_that_numbering_overrides_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_numbering_overrides_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that numbering overrides is said once."""
     run = trained(1, **numbering(tmp_path))
     assert Path(run.accelerator.save_state("best")).name == "checkpoint_0"
     run.accelerator.save_state("best")
@@ -336,7 +350,8 @@ class Larger(torch.nn.Sequential):
         super().__init__(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Linear(1, 1))
 
 
-def test_weights_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that do not fit."""
     run = trained()
     where = run.accelerator.save_state(tmp_path / "first")
     accelerator = Accelerator(cpu=True)
@@ -375,7 +390,8 @@ def other(*, short: bool) -> Run:
     ],
     ids=["batch", "accumulation", "bf16", "fp16", "data", "schedule"],
 )
-def test_what_changes_the_meaning_of_a_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, words: str) -> None:
+def test_what_changes_meaning_of_run_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, words: str) -> None:
+    """What changes the meaning of a run is said."""
     where = trained().accelerator.save_state(tmp_path / "first")
     run = change()
     before = run.weights().clone()
@@ -392,7 +408,8 @@ def test_what_changes_the_meaning_of_a_run_is_said(tmp_path: Path, caplog: pytes
     assert torch.equal(back.weights(), run.weights())
 
 
-def test_the_same_run_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_same_run_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same run is told nothing."""
     where = trained().accelerator.save_state(tmp_path / "first")
     begin().accelerator.load_state(where, strict=True)
     assert warnings_of(caplog) == ""
@@ -418,7 +435,8 @@ def test_other_numbers_of_things(tmp_path: Path) -> None:
         assert not torch.equal(before, run.weights())
 
 
-def test_fewer_things_than_were_saved(tmp_path: Path) -> None:
+def test_fewer_things_than_saved(tmp_path: Path) -> None:
+    """Fewer things than were saved."""
     run = begin()
     run.accelerator.prepare(torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
     train(run, 3)
@@ -431,7 +449,8 @@ def test_fewer_things_than_were_saved(tmp_path: Path) -> None:
     assert again.optimizer.updates == 3
 
 
-def test_an_evaluation_loads_what_it_has_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_loads_what_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluation loads what it has prepared."""
     run = trained()
     where = run.accelerator.save_state(tmp_path / "first")
     accelerator = Accelerator(cpu=True)
@@ -445,7 +464,8 @@ def test_an_evaluation_loads_what_it_has_prepared(tmp_path: Path, caplog: pytest
         assert f"holds {what} and this run has none: that is left out, which is fine for evaluation" in said
 
 
-def test_another_optimizer_is_told_by_its_parameters(tmp_path: Path) -> None:
+def test_another_optimizer_told_by_parameters(tmp_path: Path) -> None:
+    """Another optimizer is told by its parameters."""
     where = trained().accelerator.save_state(tmp_path / "first")
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -460,7 +480,8 @@ def test_another_optimizer_is_told_by_its_parameters(tmp_path: Path) -> None:
 # -- hooks and objects ------------------------------------------------------------------------------------------------
 
 
-def test_a_save_hook_writes_files_of_its_own_and_takes_weights_over(tmp_path: Path) -> None:
+def test_save_hook_takes_over_weights(tmp_path: Path) -> None:
+    """A save hook writes files of its own and takes weights over."""
     run = trained()
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -491,7 +512,8 @@ def test_a_save_hook_writes_files_of_its_own_and_takes_weights_over(tmp_path: Pa
     again.accelerator.load_state(where)
 
 
-def test_a_hook_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_hook_raises_leaves_everything_as(tmp_path: Path) -> None:
+    """A hook that raises leaves everything as it was."""
     run = trained()
     where = Path(run.accelerator.save_state(tmp_path / "out" / "first"))
     train(run, 1)
@@ -519,7 +541,8 @@ class Holding:
         self.state = state
 
 
-def test_registered_objects_come_back_as_they_were(tmp_path: Path) -> None:
+def test_registered_objects_come_back_as(tmp_path: Path) -> None:
+    """Registered objects come back as they were."""
     run = trained()
     states = [{"step": 3, (1, 2): float("inf")}, [torch.arange(3), {"deep": (1, True, None)}], {}]
     objects = [Holding(state) for state in states]
@@ -535,7 +558,8 @@ def test_registered_objects_come_back_as_they_were(tmp_path: Path) -> None:
     assert objects[2].state == {}
 
 
-def test_what_cannot_be_registered(tmp_path: Path) -> None:
+def test_what_cannot_registered(tmp_path: Path) -> None:
+    """What cannot be registered."""
     run = trained()
     register = run.accelerator.register_for_checkpointing
     for given, words in (
@@ -552,7 +576,8 @@ def test_what_cannot_be_registered(tmp_path: Path) -> None:
     run.accelerator.load_state(run.accelerator.save_state(tmp_path / "first"))  # none was taken in halfway
 
 
-def test_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+def test_state_cannot_stored_named(tmp_path: Path) -> None:
+    """State that cannot be stored is named."""
     run = trained()
     run.accelerator.save_state(tmp_path / "out" / "first")
     run.accelerator.register_for_checkpointing(Holding({"ema": {"decay": [0.9, lambda step: step]}}))
@@ -605,7 +630,8 @@ def test_what_numbering_refuses(wrong: dict[str, Any]) -> None:
         ProjectConfiguration(**wrong)
 
 
-def test_a_place_that_cannot_be_written_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_place_cannot_written_told_with_remedy(tmp_path: Path) -> None:
+    """A place that cannot be written is told with the remedy."""
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/first could not be saved: (.|\n)*is a file where a folder should be"):
         trained(1).accelerator.save_state(tmp_path / "file" / "first")
@@ -637,7 +663,8 @@ def test_what_load_state_refuses(
         run.accelerator.load_state(**arguments)
 
 
-def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_effect_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What has no effect is said."""
     run = trained(1)
     where = Path(run.accelerator.save_state(tmp_path / "first", safe_serialization=False))
     assert "safe_serialization=False) has no effect" in warnings_of(caplog)
@@ -648,7 +675,8 @@ def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_other_libraries_read_the_weights(tmp_path: Path) -> None:
+def test_other_libraries_read_weights(tmp_path: Path) -> None:
+    """Other libraries read the weights."""
     run = trained()
     expected = run.accelerator.get_state_dict(run.model)
     for number, size in enumerate((None, 200, "1KB")):
@@ -663,7 +691,8 @@ def test_other_libraries_read_the_weights(tmp_path: Path) -> None:
         assert torch.equal(again.weights(), run.weights())
 
 
-def test_a_checkpoint_gives_a_model_alone_its_weights(tmp_path: Path) -> None:
+def test_checkpoint_gives_model_alone_weights(tmp_path: Path) -> None:
+    """A checkpoint gives a model alone its weights."""
     run = trained()
     where = run.accelerator.save_state(tmp_path / "first", max_shard_size=200)
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -671,7 +700,8 @@ def test_a_checkpoint_gives_a_model_alone_its_weights(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), run.weights())
 
 
-def test_two_models_with_optimizers_of_their_own(tmp_path: Path) -> None:
+def test_two_models_with_optimizers_of_own(tmp_path: Path) -> None:
+    """Two models with optimizers of their own."""
     def prepared(seed: int) -> tuple[Any, ...]:
         torch.manual_seed(seed)
         accelerator = Accelerator(cpu=True)
@@ -708,7 +738,8 @@ class Tied(torch.nn.Module):
         return self.head(self.embedding(x))
 
 
-def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
+def test_tied_weights_written_once(tmp_path: Path) -> None:
+    """Tied weights are written once and stay tied."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
     where = Path(accelerator.save_state(tmp_path / "first"))
@@ -720,7 +751,8 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(again.head.weight, model.head.weight)
 
 
-def test_a_compiled_model_and_a_plain_one_have_the_same_checkpoint(tmp_path: Path) -> None:
+def test_compiled_model_and_plain_same_checkpoint(tmp_path: Path) -> None:
+    """A compiled model and a plain one have the same checkpoint."""
     run = trained(2)
     plain = Path(run.accelerator.save_state(tmp_path / "plain"))
     compiled = begin(dynamo_backend="eager")
@@ -761,7 +793,8 @@ def update(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def test_unchanged_weights_are_linked_and_not_written_again(tmp_path: Path) -> None:
+def test_dedup_links_unchanged_weights(tmp_path: Path) -> None:
+    """Unchanged weights are linked and not written again."""
     accelerator, model, optimizer = frozen()
     accelerator._saver.disk = disk = CountingDisk()
     sizes = []
@@ -783,7 +816,8 @@ def test_unchanged_weights_are_linked_and_not_written_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", ["numbered", "one folder"])
-def test_linked_checkpoints_stay_whole_when_older_ones_go(tmp_path: Path, place: str) -> None:
+def test_dedup_survives_rotation(tmp_path: Path, place: str) -> None:
+    """Linked checkpoints stay whole when older ones go."""
     accelerator, model, optimizer = frozen()
     saver = accelerator._saver
     if place == "numbered":

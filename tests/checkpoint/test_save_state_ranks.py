@@ -45,7 +45,8 @@ def visible(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_all_ranks_save_and_all_are_complete(ranks: Any, tmp_path: Path, world: int) -> None:
+def test_all_ranks_save_and_all_complete(ranks: Any, tmp_path: Path, world: int) -> None:
+    """All ranks save and all are complete."""
     def save_and_load() -> Any:
         run = started()
         where = run.accelerator.save_state(tmp_path / "first")
@@ -65,7 +66,8 @@ def test_all_ranks_save_and_all_are_complete(ranks: Any, tmp_path: Path, world: 
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_main_process_saves_alone(ranks: Any, tmp_path: Path, world: int) -> None:
+def test_main_process_saves_alone(ranks: Any, tmp_path: Path, world: int) -> None:
+    """The main process saves alone."""
     def save_and_load() -> Any:
         run = started()
         run.accelerator.wait_for_everyone()
@@ -91,7 +93,8 @@ def test_the_main_process_saves_alone(ranks: Any, tmp_path: Path, world: int) ->
         assert f"has no random state of rank {other.rank} (this rank did not call save_state" in other.output
 
 
-def test_a_rank_may_come_before_the_commit_and_after_it(ranks: Any, tmp_path: Path) -> None:
+def test_rank_before_and_after_commit(ranks: Any, tmp_path: Path) -> None:
+    """A rank may come before the commit and after it."""
     def save_and_load() -> list[str]:
         troubles = []
         for name, order in (("early", (1, 2, 0)), ("late", (0, 1, 2)), ("both", (1, 0, 2))):
@@ -107,7 +110,8 @@ def test_a_rank_may_come_before_the_commit_and_after_it(ranks: Any, tmp_path: Pa
     assert all(visible(tmp_path / name) == ["rank_0", "rank_1", "rank_2"] for name in os.listdir(tmp_path))
 
 
-def test_a_rank_may_come_while_the_checkpoint_is_written(ranks: Any, tmp_path: Path) -> None:
+def test_rank_may_come_while_checkpoint_written(ranks: Any, tmp_path: Path) -> None:
+    """A rank may come while the checkpoint is written."""
     def save_and_load(behind: bool) -> None:
         run = started()
         run.accelerator._saver.disk = disk = HeldDisk()
@@ -129,7 +133,7 @@ def test_a_rank_may_come_while_the_checkpoint_is_written(ranks: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["early", "late"])
-def test_another_run_at_the_same_step_is_not_mixed_up_with_the_first(ranks: Any, tmp_path: Path, order: tuple[int, ...]) -> None:
+def test_other_run_at_same_step(ranks: Any, tmp_path: Path, order: tuple[int, ...]) -> None:
     """Two runs of a script save to the same folder at the same step: what a rank added to the first is none of the second's."""
 
     def save(seed: int, *order: int) -> list[float]:
@@ -155,7 +159,8 @@ def test_another_run_at_the_same_step_is_not_mixed_up_with_the_first(ranks: Any,
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_two_saves_at_the_same_place_of_a_run(ranks: Any, tmp_path: Path) -> None:
+def test_two_saves_at_one_step(ranks: Any, tmp_path: Path) -> None:
+    """Two saves at the same place of a run."""
     def save_and_load() -> None:
         run = started()
         for number, orders in enumerate(product([(1, 0), (0, 1), (0,)], [(1, 0), (0, 1)])):
@@ -171,7 +176,7 @@ def test_two_saves_at_the_same_place_of_a_run(ranks: Any, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["first"]
 
 
-def test_numbers_that_differ_between_ranks_lose_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_numbers_differ_between_ranks_lose_nothing(ranks: Any, tmp_path: Path) -> None:
     """The main process has saved alone, so it counts otherwise than the others."""
 
     def save_and_load(*order: int) -> None:
@@ -192,7 +197,8 @@ def test_numbers_that_differ_between_ranks_lose_nothing(ranks: Any, tmp_path: Pa
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11", "latest"]
 
 
-def test_ranks_that_save_behind_the_training(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_save_behind_training(ranks: Any, tmp_path: Path) -> None:
+    """Ranks that save behind the training."""
     def save_and_load() -> None:
         run = begin(async_save=True, **numbering(tmp_path, total_limit=2))
         expected: list[float] = []
@@ -207,7 +213,8 @@ def test_ranks_that_save_behind_the_training(ranks: Any, tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_8", "checkpoint_9", "latest"]
 
 
-def test_what_goes_wrong_on_one_rank_is_heard_on_all(ranks: Any, tmp_path: Path) -> None:
+def test_error_on_one_rank(ranks: Any, tmp_path: Path) -> None:
+    """What goes wrong on one rank is heard on all."""
     class Failing(HeldDisk):
         def write(self, path: Path, chunks: Any, size: int) -> Any:
             if ".rank-" in path.name:
@@ -251,7 +258,8 @@ def test_what_goes_wrong_on_one_rank_is_heard_on_all(ranks: Any, tmp_path: Path)
         assert "optimizer.safetensors is damaged" in outcome.summary
 
 
-def test_a_run_of_fewer_and_of_more_processes_says_what_is_derived(ranks: Any, tmp_path: Path) -> None:
+def test_fewer_and_more_processes(ranks: Any, tmp_path: Path) -> None:
+    """A run of fewer and of more processes says what is derived."""
     def save() -> None:
         started(batch_size=6).accelerator.save_state(tmp_path / "first")
 
@@ -269,7 +277,8 @@ def test_a_run_of_fewer_and_of_more_processes_says_what_is_derived(ranks: Any, t
     assert alone.value == outcomes[0].value
 
 
-def test_a_checkpoint_with_a_broken_file_of_a_rank_is_passed_over_by_all(ranks: Any, tmp_path: Path) -> None:
+def test_broken_rank_file_passed_over(ranks: Any, tmp_path: Path) -> None:
+    """A checkpoint with a broken file of a rank is passed over by all."""
     def save() -> None:
         run = started(**numbering(tmp_path))
         for _ in range(2):

@@ -165,13 +165,15 @@ def _containers(inner):
 
 @settings(max_examples=250, deadline=None)
 @given(st.recursive(st.one_of(scalars(), tensors(), arrays()), _containers, max_leaves=12))
-def test_any_plain_value_comes_back_the_same(value):
+def test_any_plain_value_comes_back_same(value):
+    """Any plain value comes back the same."""
     assert same(round_trip(value), value)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.recursive(st.one_of(scalars(), tensors()), _containers, max_leaves=8))
-def test_the_tree_is_strict_json_and_the_file_is_safetensors(value):
+def test_tree_strict_json_and_file_safetensors(value):
+    """The tree is strict JSON and the file is safetensors."""
     file, data = written(value)
     if file.endswith(".json"):
         json.loads(data)
@@ -181,7 +183,8 @@ def test_the_tree_is_strict_json_and_the_file_is_safetensors(value):
         assert held.keys() == load_tensors(data, "part").tensors.keys()
 
 
-def test_a_tensor_in_two_places_is_stored_once_and_is_one_tensor_again():
+def test_shared_tensor_stored_once():
+    """A tensor in two places is stored once and is one tensor again."""
     weight = torch.randn(3, 3)
     back = round_trip({"a": weight, "b": [weight, weight.detach()], "c": weight.t()})
     assert back["a"] is back["b"][0] is back["b"][1]
@@ -189,19 +192,22 @@ def test_a_tensor_in_two_places_is_stored_once_and_is_one_tensor_again():
     assert len(flatten([weight, weight.detach()], "the state")[1]) == 1
 
 
-def test_tensors_of_no_size_are_not_taken_for_each_other():
+def test_empty_tensors_are_distinct():
+    """Tensors of no size are not taken for each other."""
     entry, two = torch.empty(0, 3), torch.empty(0)
     back = round_trip([entry, two, entry])
     assert [tuple(tensor.shape) for tensor in back] == [(0, 3), (0,), (0, 3)]
 
 
-def test_nothing_is_copied_on_the_way_out():
+def test_nothing_copied_on_way_out():
+    """Nothing is copied on the way out."""
     weight = torch.randn(4)
     assert flatten({"w": weight}, "the state")[1]["w"].data_ptr() == weight.data_ptr()
     assert tensor_bytes(weight).nbytes == 16
 
 
-def test_what_is_read_does_not_share_the_bytes_of_the_file():
+def test_result_owns_its_memory():
+    """What is read does not share the bytes of the file."""
     file, data = written({"w": torch.arange(4.0)})
     buffer = bytearray(data)
     back = read_part(file, buffer)["w"]
@@ -209,14 +215,16 @@ def test_what_is_read_does_not_share_the_bytes_of_the_file():
     assert back.tolist() == [0, 1, 2, 3]
 
 
-def test_parameters_and_gradients_are_kept_apart_from_plain_tensors():
+def test_parameters_and_requires_grad():
+    """Parameters and gradients are kept apart from plain tensors."""
     weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     back = round_trip([weight, torch.ones(2, requires_grad=True), torch.ones(2)])
     assert [type(tensor).__name__ for tensor in back] == ["Parameter", "Tensor", "Tensor"]
     assert [tensor.requires_grad for tensor in back] == [False, True, False]
 
 
-def test_the_state_dict_of_a_module_keeps_the_versions_of_its_layers():
+def test_module_state_dict_keeps_versions():
+    """The state dict of a module keeps the versions of its layers."""
     state = torch.nn.BatchNorm1d(2).state_dict()
     assert round_trip(state)._metadata == state._metadata
 
@@ -232,19 +240,22 @@ def test_long_lists_of_numbers_become_tensors():
     assert same(back["weights"], weights)
 
 
-def test_sets_are_written_in_the_same_order_in_every_run():
+def test_sets_written_in_fixed_order():
+    """Sets are written in the same order in every run."""
     words = {f"word {number}" for number in range(20)}
     assert flatten(words, "it")[0]["$set"] == sorted(words)
 
 
-def test_a_flat_mapping_of_tensors_is_an_ordinary_safetensors_file():
+def test_flat_mapping_is_plain_safetensors():
+    """A flat mapping of tensors is an ordinary safetensors file."""
     state = {"layer.weight": torch.randn(2, 2), 'odd name/\n"é': torch.ones(1), "$x": torch.zeros(1)}
     held = safetensors.torch.load(written(state)[1])
     assert held.keys() == state.keys()
     assert all(torch.equal(held[name], state[name]) for name in state)
 
 
-def test_every_element_begins_at_a_multiple_of_its_size():
+def test_elements_are_aligned():
+    """Every element begins at a multiple of its size."""
     state = [torch.ones(3, dtype=torch.int8), torch.ones(1, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16), torch.ones(1)]
     layout = load_tensors(written(state)[1], "state").layout
     assert all((layout.data_start + entry.start) % ITEM_SIZE[entry.dtype] == 0 for entry in layout.entries.values())
@@ -253,14 +264,16 @@ def test_every_element_begins_at_a_multiple_of_its_size():
 @pytest.mark.parametrize(
     "wrap", [lambda value: OrderedDict({1: value}), lambda value: defaultdict(int, {1: value}), lambda value: (value,)]
 )
-def test_values_as_deep_as_they_may_be_are_read_again(wrap):
+def test_deepest_values(wrap):
+    """Values as deep as they may be are read again."""
     value = 1
     for _ in range(60):
         value = wrap(value)
     assert same(round_trip(value), value)
 
 
-def test_random_states_and_optimizers_come_back_the_same():
+def test_random_states_and_optimizers():
+    """Random states and optimizers come back the same."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.9, 0.95))
     for _ in range(2):
@@ -319,7 +332,8 @@ def _deep(levels):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_what_cannot_be_kept_is_refused_with_its_place_and_a_remedy(make, said):
+def test_refusals_name_place_and_remedy(make, said):
+    """What cannot be kept is refused with its place and a remedy."""
     value = make()
     with pytest.raises(CheckpointError) as caught:
         flatten({"outer": [0, value]}, "custom object 0 (EMA)")
@@ -328,7 +342,8 @@ def test_what_cannot_be_kept_is_refused_with_its_place_and_a_remedy(make, said):
     assert said in message
 
 
-def test_a_subclass_of_tensor_is_refused():
+def test_subclass_of_tensor_refused():
+    """A subclass of tensor is refused."""
     class Fancy(torch.Tensor):
         pass
 
@@ -336,7 +351,8 @@ def test_a_subclass_of_tensor_is_refused():
         flatten([torch.ones(2).as_subclass(Fancy)], "the state")
 
 
-def test_a_state_too_large_to_be_read_again_is_not_written():
+def test_too_large_state_not_written():
+    """A state too large to be read again is not written."""
     with pytest.raises(CheckpointError, match="could not be read again: .* Keep long lists"):
         written({"text": "x" * (strict_json.LARGEST + 10)})
 
@@ -407,13 +423,15 @@ def test_a_state_too_large_to_be_read_again_is_not_written():
     ],
     ids=str,
 )
-def test_a_tree_that_was_not_written_by_us_is_refused_by_name(tree):
+def test_foreign_tree_refused(tree):
+    """A tree that was not written by us is refused by name."""
     held = {"w": torch.zeros(4), "i": torch.zeros(2, dtype=torch.int64), "b": torch.full((8,), 255, dtype=torch.uint8)}
     with pytest.raises(CheckpointError, match=r"state\.safetensors"):
         rebuild([{"ok": tree}], held, "state.safetensors")
 
 
-def test_a_tree_nested_too_deep_is_refused():
+def test_tree_nested_too_deep_refused():
+    """A tree nested too deep is refused."""
     with pytest.raises(CheckpointError, match="nested too deep"):
         rebuild(_deep(400), {}, "state.json")
 
@@ -433,19 +451,22 @@ def test_a_tree_nested_too_deep_is_refused():
         max_leaves=8,
     )
 )
-def test_any_tree_gives_a_value_or_a_refusal_and_nothing_else(tree):
+def test_any_tree_is_value_or_refusal(tree):
+    """Any tree gives a value or a refusal and nothing else."""
     with suppress(CheckpointError):
         rebuild(tree, {"x": torch.zeros(2)}, "state.json")
 
 
-def test_tensors_without_a_state_are_refused_as_a_part():
+def test_tensors_without_state_refused_as_part():
+    """Tensors without a state are refused as a part."""
     data = safetensors.torch.save({"w": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"rank_0\.safetensors holds tensors but no state"):
         read_part("rank_0.safetensors", data)
     assert read_file(data, "model.safetensors")["w"].tolist() == [1, 1]
 
 
-def test_messages_name_the_path_that_was_given():
+def test_messages_name_path_given():
+    """Messages name the path that was given."""
     with pytest.raises(CheckpointError, match="/somewhere/training"):
         read_part("training.json", b"{", "/somewhere/training.json")
 
@@ -464,31 +485,36 @@ def test_messages_name_the_path_that_was_given():
         (("F32", (1,), -4, 0), "bytes"),
     ],
 )
-def test_a_tensor_that_is_not_those_bytes_is_refused(arguments, why):
+def test_tensor_not_those_bytes_refused(arguments, why):
+    """A tensor that is not those bytes is refused."""
     with pytest.raises(CheckpointError, match=why):
         from_buffer(bytearray(8), *arguments)
 
 
-def test_elements_that_are_not_aligned_are_copied_and_right():
+def test_elements_not_aligned_copied_and_right():
+    """Elements that are not aligned are copied and right."""
     buffer = bytearray(b"\0" + struct.pack("<2d", 1.5, -2.5))
     assert from_buffer(buffer, "F64", (2,), 1, 17).tolist() == [1.5, -2.5]
 
 
-def test_bytes_that_cannot_be_written_are_copied():
+def test_bytes_cannot_written_copied():
+    """Bytes that cannot be written are copied."""
     made = from_buffer(struct.pack("<2f", 1, 2), "F32", (2,), 0, 8)
     made += 1
     assert made.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
-def test_every_type_of_elements_survives_as_bytes(dtype):
+def test_every_dtype_as_bytes(dtype):
+    """Every type of elements survives as bytes."""
     raw = torch.arange(2 * dtype.itemsize, dtype=torch.uint8) % (2 if dtype is torch.bool else 255)
     tensor = raw.view(dtype)
     data = bytearray(tensor_bytes(tensor))
     assert bytes(tensor_bytes(from_buffer(data, DTYPES[dtype], tensor.shape, 0, len(data)))) == bytes(data)
 
 
-def test_expanded_flipped_and_conjugated_tensors_are_written_as_they_look():
+def test_strided_and_conjugated_tensors():
+    """Expanded flipped and conjugated tensors are written as they look."""
     tensor = torch.tensor([1 + 2j, 3 - 1j]).conj()
     assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(tensor.resolve_conj().clone()))
     assert bytes(tensor_bytes(torch.ones(1).expand(3))) == struct.pack("<3f", 1, 1, 1)

@@ -36,7 +36,8 @@ def boxes(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], list[Box]]:
 
 @settings(max_examples=150, deadline=None)
 @given(boxes(2))
-def test_what_two_boxes_have_in_common(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_what_two_boxes_in_common(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
+    """What two boxes have in common."""
     shape, (entry, other) = drawn
     counts = numpy.zeros(shape, int)
     counts[entry.slices()] += 1
@@ -52,7 +53,8 @@ def test_what_two_boxes_have_in_common(drawn: tuple[tuple[int, ...], list[Box]])
 
 @settings(max_examples=150, deadline=None)
 @given(boxes(1), st.integers(0, 8))
-def test_the_spans_of_a_box_are_its_elements_and_small_gaps(drawn: tuple[tuple[int, ...], list[Box]], gap: int) -> None:
+def test_element_runs_of_a_box(drawn: tuple[tuple[int, ...], list[Box]], gap: int) -> None:
+    """The spans of a box are its elements and small gaps."""
     shape, (box,) = drawn
     numbers = numpy.arange(numpy.prod(shape, dtype=int)).reshape(shape)
     wanted = set(numbers[box.slices()].ravel().tolist())
@@ -67,7 +69,8 @@ def test_the_spans_of_a_box_are_its_elements_and_small_gaps(drawn: tuple[tuple[i
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_any_cut_of_a_tensor_gives_any_box_of_it(data: st.DataObject) -> None:
+def test_any_cut_gives_any_box(data: st.DataObject) -> None:
+    """Any cut of a tensor gives any box of it."""
     shape, (wanted,) = data.draw(boxes(1))
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
     pieces = []
@@ -82,7 +85,8 @@ def test_any_cut_of_a_tensor_gives_any_box_of_it(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("pieces", [[], [(0, 2)], [(0, 3), (2, 2), (1, 1)], [(0, 2), (0, 2)]])
-def test_pieces_that_are_not_the_whole_are_refused(pieces: list[tuple[int, int]]) -> None:
+def test_pieces_not_whole_refused(pieces: list[tuple[int, int]]) -> None:
+    """Pieces that are not the whole are refused."""
     with pytest.raises(ValueError, match="piece"):
         list(cover_box([Box((start,), (length,)) for start, length in pieces], whole_box((4,))))
 
@@ -92,7 +96,8 @@ def layout_with(said: object) -> SafetensorsLayout:
     return plan_layout([("weight", "F32", (2, 2))], metadata)[1]
 
 
-def test_a_file_says_which_pieces_it_holds() -> None:
+def test_file_says_pieces_holds() -> None:
+    """A file says which pieces it holds."""
     places = {"weight": PiecePosition((4, 2), Box((2, 0), (2, 2)))}
     assert read_positions(plan_layout([("weight", "F32", (2, 2))], describe_positions(places))[1], "a file") == places
 
@@ -113,6 +118,7 @@ def test_a_file_says_which_pieces_it_holds() -> None:
         {"weight": {"saved_offsets": [0, 0], "global_shape": [4, 2]}, "other": {"saved_offsets": [0], "global_shape": [1]}},
     ],
 )
-def test_a_file_that_does_not_say_it_is_refused(said: object) -> None:
+def test_file_does_not_say_refused(said: object) -> None:
+    """A file that does not say it is refused."""
     with pytest.raises(CheckpointError, match="a file"):
         read_positions(layout_with(said), "a file")

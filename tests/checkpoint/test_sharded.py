@@ -62,21 +62,24 @@ def load(folder: Path, *shards: Shard) -> None:
 # -- any number of ranks ----------------------------------------------------------------------------------------------
 
 
-def test_what_two_ranks_saved_is_loaded_by_two_by_one_and_by_four(tmp_path: Path, ranks: Ranks) -> None:
+def test_two_ranks_to_two_one_four(tmp_path: Path, ranks: Ranks) -> None:
+    """What two ranks saved is loaded by two by one and by four."""
     ranks(2).run(save, tmp_path, fully, by_columns)
     ranks(2).run(load, tmp_path, fully, by_columns, not_at_all)
     load(tmp_path, not_at_all)
     ranks(4).run(load, tmp_path, fully, by_columns, replicated_too)
 
 
-def test_what_four_ranks_saved_is_stored_once_and_loaded_by_two(tmp_path: Path, ranks: Ranks) -> None:
+def test_four_ranks_to_two(tmp_path: Path, ranks: Ranks) -> None:
+    """What four ranks saved is stored once and loaded by two."""
     ranks(4).run(save, tmp_path, replicated_too)
     held = open_checkpoint(tmp_path / "replicated_too").manifest
     assert [len(model.pieces) for model in held.models] == [2]  # of four ranks, two hold the same
     ranks(2).run(load, tmp_path, fully)
 
 
-def test_what_was_not_sharded_is_loaded_by_ranks_that_shard(tmp_path: Path, ranks: Ranks) -> None:
+def test_whole_to_sharded(tmp_path: Path, ranks: Ranks) -> None:
+    """What was not sharded is loaded by ranks that shard."""
     save(tmp_path, not_at_all)
     ranks(2).run(load, tmp_path, fully, by_columns)
 
@@ -84,7 +87,8 @@ def test_what_was_not_sharded_is_loaded_by_ranks_that_shard(tmp_path: Path, rank
 # -- what is on the disk ----------------------------------------------------------------------------------------------
 
 
-def test_the_files_of_a_sharded_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+def test_files_of_sharded_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    """The files of a sharded checkpoint."""
     ranks(2).run(save, tmp_path, fully)
     folder = tmp_path / "fully"
     names = {path.name for path in folder.iterdir()}
@@ -100,7 +104,8 @@ def test_the_files_of_a_sharded_checkpoint(tmp_path: Path, ranks: Ranks) -> None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_the_pieces_too(tmp_path: Path, ranks: Ranks) -> None:
+def test_torch_reads_pieces_too(tmp_path: Path, ranks: Ranks) -> None:
+    """Torch reads the pieces too."""
     pytest.importorskip("safetensors")
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load as torch_load
 
@@ -111,7 +116,8 @@ def test_torch_reads_the_pieces_too(tmp_path: Path, ranks: Ranks) -> None:
     assert equal(there, {name: weights[name] for name in there})
 
 
-def test_pieces_are_merged_into_one_file(tmp_path: Path, ranks: Ranks) -> None:
+def test_pieces_merged_into_file(tmp_path: Path, ranks: Ranks) -> None:
+    """Pieces are merged into one file."""
     from safetensors.torch import load_file
 
     ranks(2).run(save, tmp_path, by_columns)
@@ -121,14 +127,16 @@ def test_pieces_are_merged_into_one_file(tmp_path: Path, ranks: Ranks) -> None:
     assert merged.keys() == weights.keys() - {"head.weight"}
 
 
-def test_weights_in_pieces_are_loaded_into_a_model_by_themselves(tmp_path: Path, ranks: Ranks) -> None:
+def test_pieces_loaded_into_plain_model(tmp_path: Path, ranks: Ranks) -> None:
+    """Weights in pieces are loaded into a model by themselves."""
     ranks(2).run(save, tmp_path, by_columns)
     model = net(5)
     load_checkpoint_in_model(model, tmp_path / "by_columns", strict=True)
     assert equal(dict(model.state_dict()), expected()[0])
 
 
-def test_the_commands_that_look_into_checkpoints_understand_pieces(tmp_path: Path, ranks: Ranks) -> None:
+def test_commands_look_into_checkpoints_understand_pieces(tmp_path: Path, ranks: Ranks) -> None:
+    """The commands that look into checkpoints understand pieces."""
     ranks(2).run(save, tmp_path, fully)
     save(tmp_path, not_at_all)
     sharded, plain = str(tmp_path / "fully"), str(tmp_path / "not_at_all")
@@ -171,7 +179,8 @@ def share_read(folder: Path) -> tuple[int, int]:
     return sum(read), sum(path.stat().st_size for path in folder.glob("*-rank-*.safetensors"))
 
 
-def test_a_rank_reads_about_as_much_as_it_holds(tmp_path: Path, ranks: Ranks) -> None:
+def test_rank_reads_what_it_holds(tmp_path: Path, ranks: Ranks) -> None:
+    """A rank reads about as much as it holds."""
     def write() -> None:
         run = prepared(fully, width=400_000)
         filled(*run)
@@ -187,7 +196,8 @@ def test_a_rank_reads_about_as_much_as_it_holds(tmp_path: Path, ranks: Ranks) ->
 # -- when something goes wrong ----------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_stays_away_is_named_and_the_old_checkpoint_stays(tmp_path: Path, ranks: Ranks) -> None:
+def test_missing_rank_is_named(tmp_path: Path, ranks: Ranks) -> None:
+    """A rank that stays away is named and the old checkpoint stays."""
     def one_stays_away() -> str:
         run = prepared(fully, timeout=2)
         run[0].save_state(tmp_path / "first")
@@ -217,7 +227,8 @@ class Full(Disk):
         return super()._pwrite(fd, data, offset)
 
 
-def test_an_error_on_any_rank_is_one_on_all_and_changes_nothing(tmp_path: Path, ranks: Ranks) -> None:
+def test_error_on_any_rank(tmp_path: Path, ranks: Ranks) -> None:
+    """An error on any rank is one on all and changes nothing."""
     def fail(rank: int, kind: str, behind: bool) -> tuple[str, bool]:
         run = prepared(fully)
         run[0].save_state(tmp_path / "first")
@@ -246,7 +257,8 @@ def test_an_error_on_any_rank_is_one_on_all_and_changes_nothing(tmp_path: Path, 
         assert os.listdir(tmp_path) == ["first"]
 
 
-def test_ranks_at_different_places_of_the_run_do_not_make_one_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_at_different_steps(tmp_path: Path, ranks: Ranks) -> None:
+    """Ranks at different places of the run do not make one checkpoint."""
     def apart() -> None:
         run = prepared(fully)
         run[2].updates = run[0].process_index
@@ -257,7 +269,8 @@ def test_ranks_at_different_places_of_the_run_do_not_make_one_checkpoint(tmp_pat
     assert os.listdir(tmp_path) == []
 
 
-def test_damage_is_found_by_the_rank_that_needs_it_before_anything_changes_anywhere(tmp_path: Path, ranks: Ranks) -> None:
+def test_damage_found_before_changes(tmp_path: Path, ranks: Ranks) -> None:
+    """Damage is found by the rank that needs it before anything changes anywhere."""
     ranks(2).run(save, tmp_path, fully)
     path = tmp_path / "fully" / "model-rank-00002-of-00002.safetensors"
     data = bytearray(path.read_bytes())
@@ -276,7 +289,8 @@ def test_damage_is_found_by_the_rank_that_needs_it_before_anything_changes_anywh
 
 
 @pytest.mark.parametrize("twist", ["one is not listed", "one is listed in the place of another"])
-def test_pieces_that_are_not_the_whole_are_refused(tmp_path: Path, ranks: Ranks, twist: str) -> None:
+def test_pieces_not_whole_refused(tmp_path: Path, ranks: Ranks, twist: str) -> None:
+    """Pieces that are not the whole are refused."""
     ranks(2).run(save, tmp_path, fully)
     folder = tmp_path / "fully"
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), MANIFEST)
@@ -298,7 +312,8 @@ def test_pieces_that_are_not_the_whole_are_refused(tmp_path: Path, ranks: Ranks,
 # -- the rest of a checkpoint -----------------------------------------------------------------------------------------
 
 
-def test_numbered_behind_the_training_with_hooks_and_objects(tmp_path: Path, ranks: Ranks) -> None:
+def test_async_numbered_with_hooks_and_objects(tmp_path: Path, ranks: Ranks) -> None:
+    """Numbered behind the training with hooks and objects."""
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
 
     def train() -> None:
@@ -326,7 +341,8 @@ def test_numbered_behind_the_training_with_hooks_and_objects(tmp_path: Path, ran
     assert (tmp_path / "checkpoints" / "checkpoint_2" / "of_1.txt").read_text() == "1"
 
 
-def test_the_newest_whole_one_is_loaded_if_pieces_of_a_newer_one_are_damaged(tmp_path: Path, ranks: Ranks) -> None:
+def test_damaged_newest_is_passed_over(tmp_path: Path, ranks: Ranks) -> None:
+    """The newest whole one is loaded if pieces of a newer one are damaged."""
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
 
     def train() -> None:
@@ -347,7 +363,8 @@ def test_the_newest_whole_one_is_loaded_if_pieces_of_a_newer_one_are_damaged(tmp
     assert ranks(2).run(go_on) == [(str(tmp_path / "checkpoints" / "checkpoint_0"), True)] * 2
 
 
-def test_unchanged_pieces_are_linked(tmp_path: Path, ranks: Ranks) -> None:
+def test_unchanged_pieces_linked(tmp_path: Path, ranks: Ranks) -> None:
+    """Unchanged pieces are linked."""
     def twice() -> None:
         run = prepared(fully)
         for name in ("first", "second"):
@@ -365,7 +382,8 @@ def test_unchanged_pieces_are_linked(tmp_path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("where", ["{}/first", "memory://joined/first"])
-def test_what_another_process_adds_to_a_stage_is_committed_with_it(tmp_path: Path, where: str) -> None:
+def test_joined_stage_is_committed(tmp_path: Path, where: str) -> None:
+    """What another process adds to a stage is committed with it."""
     place = open_destination(where.format(tmp_path), Disk())
     stage = place.begin()
     joined = place.join(stage.ticket)
@@ -381,7 +399,8 @@ def test_what_another_process_adds_to_a_stage_is_committed_with_it(tmp_path: Pat
     assert open_checkpoint(folder).manifest.files == entries
 
 
-def test_a_process_that_does_not_see_the_stage_says_so(tmp_path: Path) -> None:
+def test_unseen_stage_is_an_error(tmp_path: Path) -> None:
+    """A process that does not see the stage says so."""
     with pytest.raises(CheckpointError, match="a folder that all of them see"):
         open_destination(str(tmp_path / "first"), Disk()).join(".first.saving-00112233")
 
@@ -397,7 +416,8 @@ def manifest_with(change: Callable[[dict[str, FileEntry]], None] = lambda files:
     return Manifest("1-0", 1, "now", "us", 2, "sharded", files=files, models=(model,), optimizers=("optimizer.json",), pieces=parts).dump()
 
 
-def test_a_manifest_knows_files_of_pieces() -> None:
+def test_manifest_knows_files_of_pieces() -> None:
+    """A manifest knows files of pieces."""
     manifest = parse_manifest(manifest_with(), MANIFEST)
     assert manifest.dump() == manifest_with()
     assert manifest.all_pieces() == {"a.safetensors", "b.safetensors"}
@@ -414,6 +434,7 @@ def test_a_manifest_knows_files_of_pieces() -> None:
         manifest_with(model=(3,)),
     ],
 )
-def test_a_manifest_whose_pieces_are_not_listed_once_is_refused(data: bytes) -> None:
+def test_manifest_lists_pieces_once(data: bytes) -> None:
+    """A manifest whose pieces are not listed once is refused."""
     with pytest.raises(CheckpointError, match=MANIFEST):
         parse_manifest(data, MANIFEST)

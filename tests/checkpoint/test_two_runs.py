@@ -18,19 +18,22 @@ def begin(folder: Path) -> Accelerator:
     return accelerator
 
 
-def test_a_number_that_another_run_has_used_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_number_another_run_used_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A number that another run has used is left out."""
     entry, other = begin(tmp_path), begin(tmp_path)
     saved = [Path(run.save_state()).name for run in (entry, other, other, entry)]
     assert saved == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"]
     assert sum("was saved by another run since this one began" in record.message for record in caplog.records) == 2
 
 
-def test_keeping_the_best_needs_a_limit() -> None:
+def test_keeping_best_needs_limit() -> None:
+    """Keeping the best needs a limit."""
     with pytest.raises(ConfigError, match="keep_best=2.*without total_limit"):
         ProjectConfiguration(keep_best=2)
 
 
-def test_nothing_saved_yet_is_a_missing_file_too(tmp_path: Path) -> None:
+def test_nothing_saved_yet_missing_file_too(tmp_path: Path) -> None:
+    """Nothing saved yet is a missing file too."""
     for wanted in (None, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match="there is no checkpoint") as caught:
             begin(tmp_path).load_state(wanted)

@@ -94,26 +94,30 @@ def put(model, weights, **options):
 # -- taking apart ------------------------------------------------------------------------------------------------------
 
 
-def test_tied_weights_are_kept_once():
+def test_tied_weights_kept_once():
+    """Tied weights are kept once."""
     weights = split_state_dict(Tied().state_dict(), "the weights")
     assert weights.aliases == {"head.weight": "embed.weight"}
     assert "head.weight" not in weights.tensors
     assert "scratch" not in weights.tensors
 
 
-def test_views_that_overlap_in_part_are_each_kept_whole():
+def test_overlapping_views_kept_whole():
+    """Views that overlap in part are each kept whole."""
     base = torch.arange(6.0)
     weights = split_state_dict({"all": base, "first": base[:4], "turned": base.view(2, 3).t(), "again": base[:4]}, "the weights")
     assert weights.aliases == {"again": "first"}
     assert list(weights.tensors) == ["all", "first", "turned"]
 
 
-def test_tensors_without_elements_are_not_tied():
+def test_tensors_without_elements_not_tied():
+    """Tensors without elements are not tied."""
     weights = split_state_dict({"one": torch.empty(0, 2), "two": torch.empty(0, 2)}, "the weights")
     assert list(weights.tensors) == ["one", "two"]
 
 
-def test_what_is_no_tensor_is_extra():
+def test_what_no_tensor_extra():
+    """What is no tensor is extra."""
     model = Counting()
     model.seen = 7
     weights = split_state_dict(model.state_dict(), "the weights")
@@ -123,7 +127,8 @@ def test_what_is_no_tensor_is_extra():
     assert fresh.seen == 7
 
 
-def test_elements_that_safetensors_has_no_name_for_are_extra_and_come_back():
+def test_byte_viewed_dtypes_round_trip():
+    """Elements that safetensors has no name for are extra and come back."""
     model = nn.Module()
     model.wide = nn.Parameter(torch.randn(2, dtype=torch.complex128))
     weights = split_state_dict(model.state_dict(), "the weights")
@@ -135,12 +140,14 @@ def test_elements_that_safetensors_has_no_name_for_are_extra_and_come_back():
     assert check_fit(fresh, {}, {}, {}).missing == ("wide",)
 
 
-def test_versions_of_layers_are_kept_where_they_matter():
+def test_versions_of_layers_kept_where_matter():
+    """Versions of layers are kept where they matter."""
     assert split_state_dict(nn.Linear(1, 1).state_dict(), "the weights").extra == {}
     assert split_state_dict(nn.BatchNorm1d(1).state_dict(), "the weights").extra == {"_metadata": {"": {"version": 2}}}
 
 
-def test_a_layer_learns_its_version_when_it_is_loaded():
+def test_layer_learns_version_when_loaded():
+    """A layer learns its version when it is loaded."""
     told = []
 
     class Versioned(nn.Linear):
@@ -166,7 +173,8 @@ def test_a_layer_learns_its_version_when_it_is_loaded():
         ({"w": nn.LazyLinear(2).weight}, "Run one forward"),
     ],
 )
-def test_what_cannot_be_stored_is_named(state, said):
+def test_what_cannot_stored_named(state, said):
+    """What cannot be stored is named."""
     with pytest.raises(CheckpointError) as caught:
         split_state_dict(state, "the weights of Net")
     assert said in str(caught.value)
@@ -175,19 +183,22 @@ def test_what_cannot_be_stored_is_named(state, said):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
+def test_tensor_larger_than_shard_of_own():
+    """A tensor larger than a shard has one of its own."""
     tensors = {"a": torch.zeros(2), "big": torch.zeros(100), "b": torch.zeros(2), "c": torch.zeros(2)}
     assert plan_shards(tensors, 16) == [["a"], ["big"], ["b", "c"]]
 
 
-def test_frozen_weights_have_files_of_their_own():
+def test_frozen_weights_files_of_own():
+    """Frozen weights have files of their own."""
     tensors = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
     assert plan_shards(tensors, None, {"b"}) == [["b"], ["a", "c"]]
     assert plan_shards(tensors, None, {"a", "b", "c"}) == [["a", "b", "c"]]
     assert plan_shards(tensors, None) == [["a", "b", "c"]]
 
 
-def test_an_empty_model_has_one_file_without_tensors():
+def test_empty_model_file_without_tensors():
+    """An empty model has one file without tensors."""
     assert plan_shards({}, 10) == [[]]
     assert shard_names("model_1", 1) == ["model_1.safetensors"]
 
@@ -198,7 +209,8 @@ def test_an_empty_model_has_one_file_without_tensors():
     st.integers(1, 100),
     st.sets(st.integers(0, 11)),
 )
-def test_every_tensor_is_in_one_file_and_files_are_no_larger_than_asked(kinds, largest, frozen):
+def test_shard_sizes(kinds, largest, frozen):
+    """Every tensor is in one file and files are no larger than asked."""
     tensors = {f"t{number}": torch.zeros(count, dtype=dtype) for number, (count, dtype) in enumerate(kinds)}
     apart = {f"t{number}" for number in frozen} & tensors.keys()
     files = {}
@@ -225,7 +237,8 @@ def test_every_tensor_is_in_one_file_and_files_are_no_larger_than_asked(kinds, l
         assert len(names) == 1
 
 
-def test_the_file_says_that_it_is_of_torch_and_which_weights_are_tied():
+def test_file_metadata():
+    """The file says that it is of torch and which weights are tied."""
     files = {}
     weights = split_state_dict(Tied().state_dict(), "the weights")
     write_weights(lambda name, encode: files.update({name: b"".join(map(bytes, encode()[0]))}), "model", weights.tensors, weights.aliases)
@@ -235,7 +248,8 @@ def test_the_file_says_that_it_is_of_torch_and_which_weights_are_tied():
     assert next(name for name in header if name != "__metadata__") == "norm.num_batches_tracked"  # the larger elements come first
 
 
-def test_the_index_is_the_usual_one():
+def test_index_usual():
+    """The index is the usual one."""
     tensors = {"a": torch.zeros(2), "b": torch.zeros(1)}
     index = json.loads(index_bytes({"x-00001-of-00002.safetensors": ["b"], "x-00002-of-00002.safetensors": ["a"]}, tensors))
     assert index == {
@@ -253,7 +267,8 @@ def test_sizes_in_words(given, bytes_):
 
 
 @pytest.mark.parametrize("given", ["", "GB", "ten", "-5GB", "5XB", 0, -1, True, 1.5, None, "5gb", "0GB", "1e9", "9" * 30, "5 GB 3"])
-def test_what_is_no_size_is_refused(given):
+def test_what_no_size_refused(given):
+    """What is no size is refused."""
     with pytest.raises(ConfigError, match="max_shard_size"):
         parse_size(given)
     with pytest.raises(ConfigError, match="size="):
@@ -263,7 +278,8 @@ def test_what_is_no_size_is_refused(given):
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_missing_unexpected_and_mismatched_name_is_found_before_anything_changes():
+def test_all_misfits_found_first():
+    """Every missing unexpected and mismatched name is found before anything changes."""
     model = Tied(tie=False)
     before = values(model)
     given = {"embed.wieght": torch.ones(5, 3), "norm.weight": torch.ones(4), "norm.bias": torch.ones(3), "head.weight": torch.ones(5, 3)}
@@ -279,13 +295,15 @@ def test_every_missing_unexpected_and_mismatched_name_is_found_before_anything_c
     assert equal(values(model), before)
 
 
-def test_a_long_list_of_names_is_cut():
+def test_long_list_of_names_cut():
+    """A long list of names is cut."""
     report = check_fit(nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)]), {})
     with pytest.raises(CheckpointError, match="and 30 more"):
         report.demand("model.safetensors", "Sequential", strict=True)
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_is_said(caplog):
+def test_partial_load_without_strict(caplog):
+    """Without strict what fits is loaded and the rest is said."""
     model = nn.Linear(2, 2)
     bias = model.bias.detach().clone()
     report = load_into(model, {"weight": torch.ones(2, 2), "scale": torch.ones(1)}, {}, {}, strict=False)
@@ -297,7 +315,8 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_said(caplog):
     assert "bias" in caplog.text
 
 
-def test_numbers_that_would_lose_their_meaning_do_not_fit():
+def test_lossy_dtypes_do_not_fit():
+    """Numbers that would lose their meaning do not fit."""
     model = nn.Module()
     model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
     model.register_buffer("real", torch.zeros(2))
@@ -306,7 +325,8 @@ def test_numbers_that_would_lose_their_meaning_do_not_fit():
     assert check_fit(model, {"count": torch.ones(2, dtype=torch.int32), "real": torch.ones(2, dtype=torch.bfloat16)})
 
 
-def test_other_precisions_are_converted():
+def test_other_precisions_converted():
+    """Other precisions are converted."""
     model = nn.Linear(2, 2)
     weights = split_state_dict(copy.deepcopy(model).to(torch.bfloat16).state_dict(), "the weights")
     put(model, weights)
@@ -315,7 +335,8 @@ def test_other_precisions_are_converted():
 
 
 @pytest.mark.parametrize("wrap", [lambda name: f"module.{name}", lambda name: f"_orig_mod.{name}", lambda name: f"module._orig_mod.{name}"])
-def test_names_of_a_wrapped_model_are_taken_and_it_is_said(wrap, caplog):
+def test_wrapped_names_are_renamed(wrap, caplog):
+    """Names of a wrapped model are taken and it is said."""
     source, model = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     state = {wrap(name): tensor for name, tensor in source.state_dict().items()}
     report = check_fit(model, state)
@@ -325,14 +346,16 @@ def test_names_of_a_wrapped_model_are_taken_and_it_is_said(wrap, caplog):
     assert equal(values(model), values(source))
 
 
-def test_a_layer_that_was_compiled_on_its_own_is_found():
+def test_layer_compiled_on_own_found():
+    """A layer that was compiled on its own is found."""
     model = nn.Sequential(nn.Linear(2, 2))
     state = {"0._orig_mod.weight": torch.ones(2, 2), "0._orig_mod.bias": torch.ones(2)}
     load_into(model, state, {}, {})
     assert torch.equal(model[0].weight, torch.ones(2, 2))
 
 
-def test_a_model_that_has_such_names_itself_is_taken_as_it_is():
+def test_model_such_names_itself_taken_as():
+    """A model that has such names itself is taken as it is."""
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -343,7 +366,8 @@ def test_a_model_that_has_such_names_itself_is_taken_as_it_is():
     assert check_fit(nn.ModuleDict({"weight": nn.Linear(1, 1), "module": nn.Linear(1, 1)}), {"weight.weight": (1, 1)}).renamed == {}
 
 
-def test_a_wrapped_file_for_another_model_gets_the_hint():
+def test_hint_for_wrapped_file():
+    """A wrapped file for another model gets the hint."""
     report = check_fit(nn.Linear(1, 1), {"module.a": (1,), "module.b": (1,)})
     with pytest.raises(CheckpointError, match="Did you save a wrapped model"):
         report.demand("x.bin", "Linear", strict=True)
@@ -352,7 +376,8 @@ def test_a_wrapped_file_for_another_model_gets_the_hint():
 # -- tied --------------------------------------------------------------------------------------------------------------
 
 
-def test_tied_weights_are_tied_again():
+def test_tied_weights_tied_again():
+    """Tied weights are tied again."""
     source = moved(Tied())
     weights = split_state_dict(source.state_dict(), "the weights")
     model = Tied()
@@ -361,7 +386,8 @@ def test_tied_weights_are_tied_again():
     assert torch.equal(model.head.weight, source.embed.weight)
 
 
-def test_a_model_that_is_not_tied_any_more_gets_the_value_in_both_places():
+def test_untied_model_gets_both_values():
+    """A model that is not tied any more gets the value in both places."""
     source = moved(Tied())
     model = Tied(tie=False)
     assert put(model, split_state_dict(source.state_dict(), "the weights"))
@@ -371,14 +397,16 @@ def test_a_model_that_is_not_tied_any_more_gets_the_value_in_both_places():
 
 
 @pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
-def test_a_file_that_has_one_of_the_names_and_no_table_is_enough(kept):
+def test_alias_without_table(kept):
+    """A file that has one of the names and no table is enough."""
     source, model = moved(Tied()), Tied()
     state = {name: tensor for name, tensor in source.state_dict().items() if not name.endswith("d.weight") or name == kept}
     assert load_into(model, state, {}, {})
     assert torch.equal(model.embed.weight, source.embed.weight)
 
 
-def test_two_values_for_one_weight_are_an_error_that_names_both(caplog):
+def test_conflicting_values_for_tied_weight(caplog):
+    """Two values for one weight are an error that names both."""
     weights = split_state_dict(Tied(tie=False).state_dict(), "the weights")
     model = Tied()
     before = values(model)
@@ -390,13 +418,15 @@ def test_two_values_for_one_weight_are_an_error_that_names_both(caplog):
     assert torch.equal(model.head.weight, weights.tensors["embed.weight"])
 
 
-def test_two_equal_values_for_one_weight_are_no_problem():
+def test_equal_values_for_tied_weight():
+    """Two equal values for one weight are no problem."""
     state = {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
     state["embed.weight"][0, 0] = state["head.weight"][0, 0] = float("nan")
     assert load_into(Tied(), state, {}, {})
 
 
-def test_weights_that_loading_replaces_are_tied_again():
+def test_weights_loading_replaces_tied_again():
+    """Weights that loading replaces are tied again."""
     class Replacing(Tied):
         def load_state_dict(self, state_dict, strict=True, assign=False):
             return super().load_state_dict(state_dict, strict, assign=True)
@@ -407,7 +437,8 @@ def test_weights_that_loading_replaces_are_tied_again():
     assert torch.equal(model.embed.weight, source.embed.weight)
 
 
-def test_an_optimizer_goes_on_with_the_same_parameters():
+def test_optimizer_goes_on_with_same_parameters():
+    """An optimizer goes on with the same parameters."""
     model = Tied()
     parameters = [id(parameter) for parameter in model.parameters()]
     put(model, split_state_dict(moved(Tied()).state_dict(), "the weights"))
@@ -417,7 +448,8 @@ def test_an_optimizer_goes_on_with_the_same_parameters():
 # -- models that load in their own way ---------------------------------------------------------------------------------
 
 
-def test_hooks_of_the_model_run_and_are_asked_beforehand():
+def test_hooks_run_and_are_tried():
+    """Hooks of the model run and are asked beforehand."""
     model = Renamed()
     state = {"old.weight": torch.ones(2, 2), "old.bias": torch.ones(2)}
     assert check_fit(model, state)
@@ -426,7 +458,8 @@ def test_hooks_of_the_model_run_and_are_asked_beforehand():
     assert torch.equal(model.new.weight, torch.ones(2, 2))
 
 
-def test_what_a_hook_cannot_place_is_found_beforehand():
+def test_what_hook_cannot_place_found_beforehand():
+    """What a hook cannot place is found beforehand."""
     model = nn.Sequential(Renamed())
     before = values(model)
     with pytest.raises(CheckpointError, match=r"0\.older\.weight"):
@@ -434,7 +467,8 @@ def test_what_a_hook_cannot_place_is_found_beforehand():
     assert equal(values(model), before)
 
 
-def test_load_state_dict_of_the_model_itself_is_called():
+def test_own_load_state_dict_is_called():
+    """Load state dict of the model itself is called."""
     called = []
 
     class Own(nn.Linear):
@@ -448,7 +482,8 @@ def test_load_state_dict_of_the_model_itself_is_called():
     assert torch.equal(model.bias, torch.ones(2))
 
 
-def test_a_model_that_refuses_for_reasons_of_its_own_is_reported():
+def test_model_that_refuses():
+    """A model that refuses for reasons of its own is reported."""
     class Refusing(Counting):
         def set_extra_state(self, state) -> None:
             raise RuntimeError("not this one")
@@ -458,7 +493,8 @@ def test_a_model_that_refuses_for_reasons_of_its_own_is_reported():
         put(model, split_state_dict(Counting().state_dict(), "the weights"))
 
 
-def test_lazy_modules_take_the_shapes_of_what_they_load():
+def test_lazy_modules_take_shapes():
+    """Lazy modules take the shapes of what they load."""
     source, model = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.LazyLinear(2))
     assert put(model, split_state_dict(source.state_dict(), "the weights"))
     assert torch.equal(model[0].weight, source[0].weight)
@@ -472,7 +508,8 @@ def test_parametrized_and_normed_modules_come_back():
     assert equal(values(model), values(other))
 
 
-def test_an_empty_model_is_loaded():
+def test_empty_model_loaded():
+    """An empty model is loaded."""
     assert load_into(nn.Identity(), {}, {}, {})
 
 
@@ -491,7 +528,8 @@ def test_expanded_and_turned_parameters_come_back():
 # -- without memory ----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_memory_gets_some_and_stays_tied():
+def test_meta_model_allocated_and_tied():
+    """A model without memory gets some and stays tied."""
     source = moved(Tied())
     with torch.device("meta"):
         model = Tied()
@@ -501,7 +539,8 @@ def test_a_model_without_memory_gets_some_and_stays_tied():
     assert model.scratch.is_meta  # nobody has its values
 
 
-def test_what_is_not_loaded_stays_without_memory():
+def test_what_not_loaded_stays_without_memory():
+    """What is not loaded stays without memory."""
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     assert load_into(model, {"weight": torch.ones(2, 2)}, {}, {}, strict=False).missing == ("bias",)
@@ -510,7 +549,8 @@ def test_what_is_not_loaded_stays_without_memory():
     assert model.weight.requires_grad
 
 
-def test_parameters_change_their_type_in_place():
+def test_parameters_change_type_in_place():
+    """Parameters change their type in place."""
     model = Tied()
     weight = model.embed.weight
     cast_weights(model, {"embed.weight", "norm.weight"}, torch.bfloat16, keep=["norm"])
@@ -520,7 +560,8 @@ def test_parameters_change_their_type_in_place():
     assert model.norm.bias.dtype == torch.float32
 
 
-def test_the_lines_come_from_a_logger_of_ours(caplog):
+def test_lines_come_from_logger_of_ours(caplog):
+    """The lines come from a logger of ours."""
     with caplog.at_level(logging.WARNING):
         check_fit(nn.Linear(1, 1), {}).demand("x", "Linear", strict=False)
     assert caplog.records[0].name.startswith("slipstream.")

@@ -57,7 +57,8 @@ def rewrite(folder: Path, **changes: Any) -> None:
 # -- ls -----------------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_listed_by_number_with_what_is_known_of_them(tmp_path: Path, run: Run, data: Any) -> None:
+def test_ls_sorts_by_number(tmp_path: Path, run: Run, data: Any) -> None:
+    """Checkpoints are listed by number with what is known of them."""
     specimens.numbered(tmp_path, 2, 9, 10, metric=0.25)
     code, out, _ = run("ls", tmp_path)
     lines = out.splitlines()
@@ -77,12 +78,14 @@ def test_checkpoints_are_listed_by_number_with_what_is_known_of_them(tmp_path: P
     }  # fmt: skip
 
 
-def test_one_checkpoint_can_be_listed(tmp_path: Path, data: Any) -> None:
+def test_checkpoint_can_listed(tmp_path: Path, data: Any) -> None:
+    """One checkpoint can be listed."""
     specimens.save(tmp_path / "first")
     assert [entry["name"] for entry in data("ls", tmp_path / "first")[0]["checkpoints"]] == ["first"]
 
 
-def test_a_file_that_is_short_is_seen_without_reading_and_one_that_is_damaged_by_reading(tmp_path: Path, data: Any) -> None:
+def test_ls_sizes_and_verify(tmp_path: Path, data: Any) -> None:
+    """A file that is short is seen without reading and one that is damaged by reading."""
     specimens.numbered(tmp_path, 1, 2)
     short, flipped = tmp_path / "checkpoint_1" / "model.safetensors", tmp_path / "checkpoint_2" / "model.safetensors"
     os.truncate(short, short.stat().st_size - 1)
@@ -94,12 +97,14 @@ def test_a_file_that_is_short_is_seen_without_reading_and_one_that_is_damaged_by
     assert str(flipped) in full[1]["problems"][0]
 
 
-def test_ranks_that_are_not_in_it_are_said(tmp_path: Path, run: Run) -> None:
+def test_ranks_not_in_said(tmp_path: Path, run: Run) -> None:
+    """Ranks that are not in it are said."""
     specimens.save(tmp_path / "first", late=False)
     assert "the random state of 1 process is not in it" in run("ls", tmp_path)[1]
 
 
-def test_what_dead_saves_left_is_listed_and_a_living_one_is_told_apart(tmp_path: Path, run: Run) -> None:
+def test_ls_leftovers_and_live_saves(tmp_path: Path, run: Run) -> None:
+    """What dead saves left is listed and a living one is told apart."""
     specimens.numbered(tmp_path, 1, 2)
     for number in (1, 2):
         (tmp_path / f".checkpoint_{number}.saving-0123456{number}").mkdir()
@@ -112,7 +117,8 @@ def test_what_dead_saves_left_is_listed_and_a_living_one_is_told_apart(tmp_path:
     assert f"being saved by process {os.getpid()} on " in lines[1]
 
 
-def test_files_of_ranks_that_no_checkpoint_waits_for_are_listed(tmp_path: Path, data: Any) -> None:
+def test_ls_unclaimed_rank_files(tmp_path: Path, data: Any) -> None:
+    """Files of ranks that no checkpoint waits for are listed."""
     specimens.numbered(tmp_path, 1, 2)
     (late,) = (path for path in (tmp_path / "checkpoint_1").iterdir() if path.name.startswith("rank_1."))
     late.rename(tmp_path / f".checkpoint_2.{late.name}")  # beside another number, as a rank may count otherwise
@@ -125,7 +131,8 @@ def test_files_of_ranks_that_no_checkpoint_waits_for_are_listed(tmp_path: Path, 
     assert [entry["ranks"] for entry in found["checkpoints"]] == [[0, 1], [0, 1]]
 
 
-def test_a_checkpoint_that_a_crash_took_from_its_place_is_listed_by_its_name(tmp_path: Path, data: Any) -> None:
+def test_ls_recovered_checkpoint(tmp_path: Path, data: Any) -> None:
+    """A checkpoint that a crash took from its place is listed by its name."""
     specimens.numbered(tmp_path, 1, 2)
     (tmp_path / "checkpoint_2").rename(tmp_path / ".checkpoint_2.was-01234567")
     found = data("ls", tmp_path)[0]["checkpoints"]
@@ -134,7 +141,8 @@ def test_a_checkpoint_that_a_crash_took_from_its_place_is_listed_by_its_name(tmp
     assert found[1]["whole"]
 
 
-def test_folders_that_are_no_checkpoints_are_named_with_the_reason(tmp_path: Path, data: Any) -> None:
+def test_folders_no_checkpoints_named_with_reason(tmp_path: Path, data: Any) -> None:
+    """Folders that are no checkpoints are named with the reason."""
     specimens.numbered(tmp_path, 1, 2)
     (tmp_path / "plots").mkdir()
     (tmp_path / "other").mkdir()
@@ -147,7 +155,8 @@ def test_folders_that_are_no_checkpoints_are_named_with_the_reason(tmp_path: Pat
     assert "it holds nothing" in found["plots"]
 
 
-def test_latest_that_names_nothing_is_said(tmp_path: Path, run: Run) -> None:
+def test_latest_names_nothing_said(tmp_path: Path, run: Run) -> None:
+    """Latest that names nothing is said."""
     specimens.numbered(tmp_path, 1)
     (tmp_path / "latest").write_text("checkpoint_7\n")
     assert "`latest` says checkpoint_7, and there is no such checkpoint" in run("ls", tmp_path)[1]
@@ -175,7 +184,8 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_every_problem_is_a_line_that_names_the_file(name: str, tmp_path: Path, run: Run) -> None:
+def test_every_problem_line_names_file(name: str, tmp_path: Path, run: Run) -> None:
+    """Every problem is a line that names the file."""
     specimens.save(tmp_path / "first", shard=100, note="hello")
     file, damage = BROKEN[name]
     damage(tmp_path / "first" / file)
@@ -185,7 +195,8 @@ def test_every_problem_is_a_line_that_names_the_file(name: str, tmp_path: Path, 
     assert err == "1 problem.\n"
 
 
-def test_the_file_of_a_rank_that_came_later_is_verified_too(tmp_path: Path, run: Run) -> None:
+def test_verify_late_rank_file(tmp_path: Path, run: Run) -> None:
+    """The file of a rank that came later is verified too."""
     specimens.save(tmp_path / "first")
     (file,) = (path for path in (tmp_path / "first").iterdir() if path.name.startswith("rank_1."))
     file.write_bytes(file.read_bytes()[:-1] + b"\xee")
@@ -194,7 +205,8 @@ def test_the_file_of_a_rank_that_came_later_is_verified_too(tmp_path: Path, run:
     assert out.startswith(f"{file} is damaged")
 
 
-def test_states_that_do_not_belong_there_are_found_though_every_checksum_fits(tmp_path: Path, run: Run) -> None:
+def test_verify_misplaced_states(tmp_path: Path, run: Run) -> None:
+    """States that do not belong there are found though every checksum fits."""
     for number, changes in enumerate(
         [
             {"models": lambda found: (type(found.models[0])("Net", found.models[0].files, {"a": "b"}),)},
@@ -210,7 +222,8 @@ def test_states_that_do_not_belong_there_are_found_though_every_checksum_fits(tm
         assert run("verify", folder)[0] == 1, changes
 
 
-def test_a_numbered_folder_without_a_manifest_is_a_problem_and_another_folder_is_not(tmp_path: Path, run: Run) -> None:
+def test_verify_numbered_folder_without_manifest(tmp_path: Path, run: Run) -> None:
+    """A numbered folder without a manifest is a problem and another folder is not."""
     specimens.numbered(tmp_path, 1)
     (tmp_path / "plots").mkdir()
     assert run("verify", tmp_path)[0] == 0
@@ -220,7 +233,8 @@ def test_a_numbered_folder_without_a_manifest_is_a_problem_and_another_folder_is
     assert out.startswith(f"{tmp_path / 'checkpoint_2'} is no checkpoint")
 
 
-def test_a_folder_in_which_nothing_was_verified_is_not_taken_for_a_whole_one(tmp_path: Path, run: Run) -> None:
+def test_verify_folder_without_checkpoints(tmp_path: Path, run: Run) -> None:
+    """A folder in which nothing was verified is not taken for a whole one."""
     specimens.numbered(tmp_path / "runs", 1)
     (tmp_path / "other" / "plots").mkdir(parents=True)
     code, out, err = run("verify", tmp_path / "runs", tmp_path / "other")
@@ -228,7 +242,8 @@ def test_a_folder_in_which_nothing_was_verified_is_not_taken_for_a_whole_one(tmp
     assert f"There is no checkpoint in {tmp_path / 'other'}" in err
 
 
-def test_the_folder_of_a_project_stands_for_its_checkpoints(tmp_path: Path, run: Run, data: Any) -> None:
+def test_folder_of_project_stands_for_checkpoints(tmp_path: Path, run: Run, data: Any) -> None:
+    """The folder of a project stands for its checkpoints."""
     specimens.numbered(tmp_path / "checkpoints", 1)
     (tmp_path / "logs").mkdir()
     assert [entry["name"] for entry in data("ls", tmp_path)[0]["checkpoints"]] == ["checkpoint_1"]
@@ -239,7 +254,8 @@ def test_the_folder_of_a_project_stands_for_its_checkpoints(tmp_path: Path, run:
 # -- show ---------------------------------------------------------------------------------------------------------------
 
 
-def test_show_tells_what_is_in_it(tmp_path: Path, run: Run, data: Any) -> None:
+def test_show_tells_what_in(tmp_path: Path, run: Run, data: Any) -> None:
+    """Show tells what is in it."""
     specimens.save(tmp_path / "first", 3, note="hello", metric=0.5)
     code, out, _ = run("show", tmp_path / "first")
     assert code == 0
@@ -260,7 +276,8 @@ def test_show_tells_what_is_in_it(tmp_path: Path, run: Run, data: Any) -> None:
     assert "F32      [6, 4]               embed.weight" in run("show", "--tensors", tmp_path / "first")[1]
 
 
-def test_show_tells_the_rest_when_a_file_is_missing(tmp_path: Path, run: Run) -> None:
+def test_show_tells_rest_when_file_missing(tmp_path: Path, run: Run) -> None:
+    """Show tells the rest when a file is missing."""
     specimens.save(tmp_path / "first")
     (tmp_path / "first" / "model.safetensors").unlink()
     code, out, _ = run("show", tmp_path / "first")
@@ -272,7 +289,8 @@ def test_show_tells_the_rest_when_a_file_is_missing(tmp_path: Path, run: Run) ->
 # -- diff ---------------------------------------------------------------------------------------------------------------
 
 
-def test_two_saves_of_one_state_are_equal_whatever_their_time_and_shards(tmp_path: Path, run: Run, data: Any) -> None:
+def test_diff_equal_across_time_and_shards(tmp_path: Path, run: Run, data: Any) -> None:
+    """Two saves of one state are equal whatever their time and shards."""
     specimens.save(tmp_path / "one", 3)
     specimens.save(tmp_path / "two", 3, shard=100)
     rewrite(tmp_path / "two", created="2020-01-01T00:00:00+00:00")
@@ -281,7 +299,8 @@ def test_two_saves_of_one_state_are_equal_whatever_their_time_and_shards(tmp_pat
     assert data("diff", tmp_path / "one", tmp_path / "two")["equal"] is True
 
 
-def test_differences_are_found_where_they_are(tmp_path: Path, data: Any) -> None:
+def test_differences_found_where(tmp_path: Path, data: Any) -> None:
+    """Differences are found where they are."""
     weight = torch.zeros(4, 3)
     changed = weight.clone()
     changed[1, 2] = -0.5
@@ -309,7 +328,8 @@ def test_differences_are_found_where_they_are(tmp_path: Path, data: Any) -> None
     assert sections["training"] == {}
 
 
-def test_states_are_compared_by_the_places_that_users_know(tmp_path: Path, data: Any) -> None:
+def test_states_compared_by_places_users_know(tmp_path: Path, data: Any) -> None:
+    """States are compared by the places that users know."""
     specimens.save(tmp_path / "one", 3)
     specimens.save(tmp_path / "two", 4, seed=3)
     found = data("diff", tmp_path / "one", tmp_path / "two")
@@ -321,7 +341,8 @@ def test_states_are_compared_by_the_places_that_users_know(tmp_path: Path, data:
     }
 
 
-def test_long_lists_of_differences_are_cut_unless_all_are_wanted(tmp_path: Path, run: Run) -> None:
+def test_diff_cuts_long_lists(tmp_path: Path, run: Run) -> None:
+    """Long lists of differences are cut unless all are wanted."""
     specimens.save(tmp_path / "one", 3, tensors={f"t{number}": torch.zeros(1) for number in range(50)})
     specimens.save(tmp_path / "two", 3, tensors={f"t{number}": torch.ones(1) for number in range(50)})
     short, long = (run("diff", *words, tmp_path / "one", tmp_path / "two")[1] for words in ([], ["--all"]))
@@ -330,7 +351,8 @@ def test_long_lists_of_differences_are_cut_unless_all_are_wanted(tmp_path: Path,
     assert len(long.splitlines()) == 52
 
 
-def test_a_checkpoint_that_cannot_be_read_is_exit_code_2(tmp_path: Path, run: Run) -> None:
+def test_checkpoint_cannot_read_exit_code_2(tmp_path: Path, run: Run) -> None:
+    """A checkpoint that cannot be read is exit code 2."""
     specimens.save(tmp_path / "one", 3)
     specimens.save(tmp_path / "two", 4)
     (tmp_path / "two" / "model.safetensors").write_bytes(b"junk")
@@ -339,7 +361,8 @@ def test_a_checkpoint_that_cannot_be_read_is_exit_code_2(tmp_path: Path, run: Ru
     assert str(tmp_path / "two" / "model.safetensors") in err
 
 
-def test_comparing_takes_little_memory_whatever_the_size_of_a_tensor(tmp_path: Path, run: Run) -> None:
+def test_diff_memory(tmp_path: Path, run: Run) -> None:
+    """Comparing takes little memory whatever the size of a tensor."""
     large = torch.zeros(24 << 20, dtype=torch.uint8)
     specimens.save(tmp_path / "one", 3, tensors={"large": large})
     large[-1] = 3
@@ -370,13 +393,15 @@ ELEMENTS: dict[str, tuple[torch.dtype, list[float], list[float], float | None]] 
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_every_type_of_elements_is_compared(name: str) -> None:
+def test_every_type_of_elements_compared(name: str) -> None:
+    """Every type of elements is compared."""
     dtype, entry, other, largest = ELEMENTS[name]
     pieces = [[bytes(torch.tensor(values, dtype=dtype).view(torch.uint8).numpy())] for values in (entry, other)]
     assert compare_tensors(name, *pieces) == TensorDifference(2, 1, largest)
 
 
-def test_nan_is_a_change_that_no_number_describes() -> None:
+def test_nan_change_no_number_describes() -> None:
+    """NaN is a change that no number describes."""
     entry, other = (numpy.float32(values).tobytes() for values in ([1, 2, numpy.nan], [numpy.nan, 2.5, numpy.nan]))
     assert compare_tensors("F32", [entry], [other]) == TensorDifference(3, 2, 0.5, special=True)
 
@@ -385,7 +410,8 @@ def test_nan_is_a_change_that_no_number_describes() -> None:
 
 
 @pytest.mark.parametrize("name", ["ls", "verify", "show", "diff"])
-def test_wrong_places_are_refused_with_what_to_give_instead(name: str, tmp_path: Path, run: Run) -> None:
+def test_wrong_places(name: str, tmp_path: Path, run: Run) -> None:
+    """Wrong places are refused with what to give instead."""
     specimens.save(tmp_path / "first")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -405,7 +431,8 @@ def test_wrong_places_are_refused_with_what_to_give_instead(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["verify", "show", "diff"])
-def test_a_folder_without_checkpoints_is_refused(name: str, tmp_path: Path, run: Run) -> None:
+def test_folder_without_checkpoints_refused(name: str, tmp_path: Path, run: Run) -> None:
+    """A folder without checkpoints is refused."""
     specimens.save(tmp_path / "first")
     (tmp_path / "empty").mkdir()
     code, out, err = run(name, tmp_path / "empty", *([tmp_path / "first"] if name == "diff" else []))
@@ -414,14 +441,16 @@ def test_a_folder_without_checkpoints_is_refused(name: str, tmp_path: Path, run:
 
 
 @pytest.mark.parametrize("name", ["show", "diff"])
-def test_a_folder_around_checkpoints_is_refused_with_the_name_of_one(name: str, tmp_path: Path, run: Run) -> None:
+def test_folder_around_checkpoints(name: str, tmp_path: Path, run: Run) -> None:
+    """A folder around checkpoints is refused with the name of one."""
     specimens.numbered(tmp_path / "runs", 1, 2)
     code, _, err = run(name, tmp_path / "runs", *([tmp_path / "runs" / "checkpoint_1"] if name == "diff" else []))
     assert code == 2
     assert f"such as {tmp_path / 'runs' / 'checkpoint_2'}" in err
 
 
-def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_may_not_read_refused(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that may not be read is refused."""
     specimens.save(tmp_path / "first")
 
     def refuse(path: object) -> None:
@@ -433,7 +462,8 @@ def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path, run: Run, monk
     assert "cannot be read: Permission denied" in err
 
 
-def test_the_same_folder_twice_is_said(tmp_path: Path, run: Run) -> None:
+def test_same_folder_twice_said(tmp_path: Path, run: Run) -> None:
+    """The same folder twice is said."""
     specimens.save(tmp_path / "first")
     (tmp_path / "link").symlink_to(tmp_path / "first")
     for name in ("ls", "verify"):
@@ -463,14 +493,16 @@ def test_texts_from_files_move_no_cursor(tmp_path: Path, run: Run) -> None:
     assert not set(said) & {"\x1b", "\x07"}
 
 
-def test_printable_keeps_what_can_be_printed() -> None:
+def test_printable_keeps_what_can_printed() -> None:
+    """Printable keeps what can be printed."""
     assert escape_control("zwölf 界 \u202e\x00") == "zwölf 界 \\u202e\\x00"
 
 
 # -- around it ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_url_is_read_through_a_copy(tmp_path: Path, run: Run, data: Any) -> None:
+def test_url_read_through_copy(tmp_path: Path, run: Run, data: Any) -> None:
+    """A URL is read through a copy."""
     import fsspec
 
     specimens.save(tmp_path / "first", 3)
@@ -494,12 +526,14 @@ def test_a_url_is_read_through_a_copy(tmp_path: Path, run: Run, data: Any) -> No
         store.rm("/", recursive=True)
 
 
-def test_a_file_url_is_a_folder(tmp_path: Path, run: Run) -> None:
+def test_file_url_folder(tmp_path: Path, run: Run) -> None:
+    """A file URL is a folder."""
     specimens.save(tmp_path / "first", 3)
     assert run("verify", f"file://{tmp_path}/first")[0] == 0
 
 
-def test_help_has_examples(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_examples(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help has examples."""
     for name in ("ls", "verify", "show", "diff"):
         code, out, _ = run(name, "--help")
         assert code == 0
@@ -508,7 +542,8 @@ def test_help_has_examples(run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert "checkpoint" in capsys.readouterr().out
 
 
-def test_none_of_the_commands_imports_torch(tmp_path: Path) -> None:
+def test_none_of_commands_imports_torch(tmp_path: Path) -> None:
+    """None of the commands imports torch."""
     specimens.numbered(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "checkpoint_1", tmp_path / "copy")
     code = (
@@ -529,7 +564,7 @@ def test_none_of_the_commands_imports_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
-def test_checksums_of_listed_files_are_those_of_their_bytes(tmp_path: Path) -> None:
+def test_listed_checksums(tmp_path: Path) -> None:
     """What the other tests stand on: the specimens are what their manifests say."""
     manifest = specimens.save(tmp_path / "first", note="hello")
     assert all(digest((tmp_path / "first" / name).read_bytes()) == entry.checksum for name, entry in manifest.files.items())

@@ -128,7 +128,8 @@ def saying(error: CheckpointError, folder: Path) -> bool:
 @pytest.mark.soak
 @pytest.mark.parametrize("lasting", [False, True], ids=["for a moment", "for good"])
 @pytest.mark.parametrize("name", SAVES)
-def test_every_operation_fails_once_with_every_error(name: str, lasting: bool, memory: Path, codes: list[str]) -> None:
+def test_every_error_at_every_operation(name: str, lasting: bool, memory: Path, codes: list[str]) -> None:
+    """Every operation fails once with every error."""
     prepare, attempt, exchanges = SAVES[name]
     (memory / "counted").mkdir()
     prepare(memory / "counted")
@@ -176,7 +177,8 @@ def rotation(folder: Path, disk: Disk) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("lasting", [False, True], ids=["for a moment", "for good"])
-def test_numbered_checkpoints_on_a_disk_that_fails(lasting: bool, memory: Path, codes: list[str]) -> None:
+def test_numbered_checkpoints_on_disk_fails(lasting: bool, memory: Path, codes: list[str]) -> None:
+    """Numbered checkpoints on a disk that fails."""
     (memory / "template").mkdir()
     for number in (1, 2):
         save(memory / "template" / f"checkpoint_{number}", number, Counting(), SIZES)
@@ -203,7 +205,8 @@ def test_numbered_checkpoints_on_a_disk_that_fails(lasting: bool, memory: Path, 
 @pytest.mark.parametrize(
     "part", [lambda size: 1, lambda size: size // 2, lambda size: size - 1, lambda size: 4096], ids=["1", "half", "all but 1", "4096"]
 )
-def test_short_writes_are_continued(part: Callable[[int], int], memory: Path) -> None:
+def test_short_writes_continued(part: Callable[[int], int], memory: Path) -> None:
+    """Short writes are continued."""
     disk = ShortDisk(part)
     for step in (1, 2):
         save(memory / "first", step, disk, SIZES)
@@ -211,7 +214,8 @@ def test_short_writes_are_continued(part: Callable[[int], int], memory: Path) ->
     assert disk.calls.count("_pwrite") > 6
 
 
-def test_a_short_write_on_a_full_disk_is_an_error(memory: Path) -> None:
+def test_short_write_on_full_disk_error(memory: Path) -> None:
+    """A short write on a full disk is an error."""
     class Filling(Counting):
         """Takes 5,000 bytes altogether."""
 
@@ -238,7 +242,8 @@ def test_a_short_write_on_a_full_disk_is_an_error(memory: Path) -> None:
     assert (step_of(memory / "first"), os.listdir(memory)) == (1, ["first"])
 
 
-def test_an_interrupt_at_every_operation_leaves_the_old_or_the_new_one(memory: Path) -> None:
+def test_interrupt_at_every_operation(memory: Path) -> None:
+    """An interrupt at every operation leaves the old or the new one."""
     class Interrupted(Counting):
         def __init__(self, at: int) -> None:
             super().__init__()
@@ -268,7 +273,8 @@ def test_an_interrupt_at_every_operation_leaves_the_old_or_the_new_one(memory: P
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+def test_folder_may_not_written(tmp_path: Path) -> None:
+    """A folder that may not be written."""
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(CheckpointError, match="may not write there"):

@@ -212,7 +212,8 @@ def traced(scenario: Scenario, memory: Path, **options: Any) -> Trace:
 
 
 @pytest.mark.soak
-def test_no_crash_leaves_a_torn_checkpoint(memory: Path, rounds: Callable[..., int]) -> None:
+def test_no_crash_leaves_torn_checkpoint(memory: Path, rounds: Callable[..., int]) -> None:
+    """No crash leaves a torn checkpoint."""
     total, wrong = 0, {}
     for name, (scenario, exchanges) in SCENARIOS.items():
         found = states(traced(scenario, memory, exchanges=exchanges), most=rounds(ci=12, soak=1500))
@@ -226,12 +227,14 @@ def test_no_crash_leaves_a_torn_checkpoint(memory: Path, rounds: Callable[..., i
 
 @pytest.mark.parametrize("forgotten", ["sync file", "sync folder"])
 @pytest.mark.parametrize("scenario", [first_save, overwrite, saving_numbers(1)], ids=["first", "over", "numbered"])
-def test_a_sync_that_is_forgotten_would_be_found(forgotten: str, scenario: Scenario, memory: Path) -> None:
+def test_sync_forgotten_would_found(forgotten: str, scenario: Scenario, memory: Path) -> None:
+    """A sync that is forgotten would be found."""
     _, wrong = violations(states(traced(scenario, memory, forgets=forgotten), most=60), memory)
     assert wrong
 
 
-def test_removing_one_under_its_number_would_be_found(memory: Path) -> None:
+def test_removing_under_number_would_found(memory: Path) -> None:
+    """Removing one under its number would be found."""
     def hasty(folder: Path, trace: Trace) -> None:
         for number in (1, 2):
             save(folder / f"checkpoint_{number}", number, Quick(), SIZES)

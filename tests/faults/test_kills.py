@@ -12,7 +12,8 @@ import pytest
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_no_kill_loses_a_checkpoint(ranks: Any, tmp_path: Path, rounds: Callable[..., int]) -> None:
+def test_no_kill_loses_checkpoint(ranks: Any, tmp_path: Path, rounds: Callable[..., int]) -> None:
+    """No kill loses a checkpoint."""
     count = rounds(ci=40, soak=1000)
     chains = kills.campaign(ranks, tmp_path, count, seed=0, progress=lambda done: None)
     print(kills.table(chains))

@@ -36,12 +36,14 @@ def opened(path: Path, sums: bytes, size: int = SIZE) -> Iterator[VerifiedBlockF
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, SIZE), max_size=4))
-def test_the_sums_do_not_depend_on_how_the_bytes_came(cuts: list[int]) -> None:
+def test_sums_independent_of_chunks(cuts: list[int]) -> None:
+    """The sums do not depend on how the bytes came."""
     blocks = [CONTENT[start : start + BLOCK_SIZE] for start in range(0, SIZE, BLOCK_SIZE)]
     assert sums_of(CONTENT, *cuts) == bytes.fromhex("".join(map(digest, blocks)))
 
 
-def test_only_the_blocks_that_are_needed_are_read_and_each_once(tmp_path: Path) -> None:
+def test_needed_blocks_read_once(tmp_path: Path) -> None:
+    """Only the blocks that are needed are read and each once."""
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     with opened(path, sums_of(CONTENT)) as file:
@@ -58,7 +60,8 @@ def test_only_the_blocks_that_are_needed_are_read_and_each_once(tmp_path: Path) 
         assert file.fetched == SIZE + BLOCK_SIZE
 
 
-def test_damage_is_found_in_the_block_where_it_is(tmp_path: Path) -> None:
+def test_damage_found_in_block_where(tmp_path: Path) -> None:
+    """Damage is found in the block where it is."""
     path = tmp_path / "file"
     path.write_bytes(CONTENT[: 2 * BLOCK_SIZE] + bytes([CONTENT[2 * BLOCK_SIZE] ^ 1]) + CONTENT[2 * BLOCK_SIZE + 1 :])
     with opened(path, sums_of(CONTENT)) as file:
@@ -69,7 +72,8 @@ def test_damage_is_found_in_the_block_where_it_is(tmp_path: Path) -> None:
                 file.view(2 * BLOCK_SIZE + 9, 2 * BLOCK_SIZE + 10)
 
 
-def test_a_file_of_another_size_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+def test_wrong_size_refused_early(tmp_path: Path) -> None:
+    """A file of another size is refused before memory is taken for it."""
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     sums = sums_of(CONTENT)
@@ -83,7 +87,8 @@ def test_a_file_of_another_size_is_refused_before_memory_is_taken_for_it(tmp_pat
         file.view(5, SIZE + 1)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_file_shrinks_while_read_error(tmp_path: Path) -> None:
+    """A file that shrinks while it is read is an error."""
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     with opened(path, sums_of(CONTENT)) as file:

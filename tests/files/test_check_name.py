@@ -35,12 +35,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_plain_name_is_given_back(name: str) -> None:
+def test_plain_name_given_back(name: str) -> None:
+    """A plain name is given back."""
     assert check_name(name, "MANIFEST.json") == name
 
 
 @pytest.mark.parametrize(("name", "why"), BAD.items(), ids=ascii)
-def test_another_one_is_refused_and_the_error_says_where_it_stood(name: str, why: str) -> None:
+def test_refusal_says_where(name: str, why: str) -> None:
+    """Another one is refused and the error says where it stood."""
     with pytest.raises(CheckpointError) as caught:
         check_name(name, "run/MANIFEST.json")
     assert str(caught.value).startswith("run/MANIFEST.json names the file ")
@@ -49,7 +51,8 @@ def test_another_one_is_refused_and_the_error_says_where_it_stood(name: str, why
 
 
 @pytest.mark.parametrize("name", [None, 3, b"model", ["model"], True])
-def test_what_is_no_text_is_no_name(name: object) -> None:
+def test_what_no_text_no_name(name: object) -> None:
+    """What is no text is no name."""
     with pytest.raises(CheckpointError, match="is no text but"):
         check_name(name, "index")
 

@@ -39,7 +39,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "folder"
 
 
-def test_files_inside_are_read(place: Path, opened: Opened) -> None:
+def test_files_inside_read(place: Path, opened: Opened) -> None:
+    """Files inside are read."""
     folder = opened(place)
     assert folder.read("file", 100) == b"content"
     assert folder.read("sub/deep/file", 100) == b"deep content"
@@ -47,7 +48,8 @@ def test_files_inside_are_read(place: Path, opened: Opened) -> None:
     assert folder.names() == ["file", "sub/deep/file"]
 
 
-def test_the_folder_itself_may_be_reached_through_a_link(place: Path, opened: Opened) -> None:
+def test_folder_itself_may_reached_through_link(place: Path, opened: Opened) -> None:
+    """The folder itself may be reached through a link."""
     (place.parent / "link").symlink_to(place)
     assert opened(place.parent / "link").read("file", 100) == b"content"
 
@@ -66,14 +68,16 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_anything_but_a_regular_file_is_refused_at_once(attack: Callable[[Path], object], place: Path, opened: Opened) -> None:
+def test_special_files_refused(attack: Callable[[Path], object], place: Path, opened: Opened) -> None:
+    """Anything but a regular file is refused at once."""
     attack(place)
     with pytest.raises(CheckpointError) as caught:
         opened(place).open("x")
     assert str(place / "x") in str(caught.value)
 
 
-def test_a_socket_is_refused(place: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_refused(place: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket is refused."""
     monkeypatch.chdir(place)  # the name of a socket has to be short
     with socket.socket(socket.AF_UNIX) as made:
         made.bind("x")
@@ -82,7 +86,8 @@ def test_a_socket_is_refused(place: Path, opened: Opened, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
-def test_a_device_is_refused(place: Path, opened: Opened) -> None:
+def test_device_refused(place: Path, opened: Opened) -> None:
+    """A device is refused."""
     try:
         os.mknod(place / "x", 0o600 | 0o020000, os.makedev(1, 5))
     except PermissionError:
@@ -91,19 +96,22 @@ def test_a_device_is_refused(place: Path, opened: Opened) -> None:
         opened(place).open("x")
 
 
-def test_a_link_in_the_middle_of_a_name_is_not_followed(place: Path, opened: Opened) -> None:
+def test_link_inside_a_name(place: Path, opened: Opened) -> None:
+    """A link in the middle of a name is not followed."""
     (place / "way").symlink_to(place / "sub")
     with pytest.raises(CheckpointError, match="links are not followed"):
         opened(place).open("way/deep/file")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/../../secret", "", "a\0b"])
-def test_a_name_that_leads_outside_is_not_even_tried(name: str, place: Path, opened: Opened) -> None:
+def test_name_leads_outside_not_even_tried(name: str, place: Path, opened: Opened) -> None:
+    """A name that leads outside is not even tried."""
     with pytest.raises(CheckpointError, match="names the file"):
         opened(place).open(name)
 
 
-def test_a_missing_file_can_be_told_from_a_damaged_one(place: Path, opened: Opened) -> None:
+def test_missing_file_can_told_from_damaged(place: Path, opened: Opened) -> None:
+    """A missing file can be told from a damaged one."""
     with pytest.raises(FileNotFoundError) as caught:
         opened(place).open("sub/nothing")
     assert isinstance(caught.value, CheckpointError)
@@ -112,7 +120,8 @@ def test_a_missing_file_can_be_told_from_a_damaged_one(place: Path, opened: Open
         opened(place).open("file/below")
 
 
-def test_a_folder_that_is_none(tmp_path: Path, opened: Opened) -> None:
+def test_folder_none(tmp_path: Path, opened: Opened) -> None:
+    """A folder that is none."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError) as caught:
         opened(tmp_path / "file")
@@ -121,19 +130,22 @@ def test_a_folder_that_is_none(tmp_path: Path, opened: Opened) -> None:
         opened(tmp_path / "nothing")
 
 
-def test_a_folder_replaced_after_it_was_opened_makes_no_difference(place: Path, opened: Opened) -> None:
+def test_folder_replaced_after_opening(place: Path, opened: Opened) -> None:
+    """A folder replaced after it was opened makes no difference."""
     folder = opened(place)
     place.rename(place.with_name("moved"))
     place.symlink_to("/etc")
     assert folder.read("file", 100) == b"content"
 
 
-def test_a_file_larger_than_announced_is_not_read(place: Path, opened: Opened) -> None:
+def test_file_larger_than_announced_not_read(place: Path, opened: Opened) -> None:
+    """A file larger than announced is not read."""
     with pytest.raises(CheckpointError, match="7 bytes, more than the 6"):
         opened(place).read("file", 6)
 
 
-def test_links_are_named_when_a_folder_is_listed(place: Path, opened: Opened) -> None:
+def test_links_named_when_folder_listed(place: Path, opened: Opened) -> None:
+    """Links are named when a folder is listed."""
     (place / "sub" / "link").symlink_to("/etc/passwd")
     os.mkfifo(place / "pipe")
     (place / "new\nline").write_text("")
@@ -161,7 +173,8 @@ def cache(tmp_path: Path) -> Path:
     return snapshot
 
 
-def test_links_of_a_cache_are_followed_within_it(cache: Path, opened: Opened) -> None:
+def test_links_of_cache_followed_within(cache: Path, opened: Opened) -> None:
+    """Links of a cache are followed within it."""
     folder = opened(cache, links_within=cache.parent.parent)
     assert folder.read("model.safetensors", 100) == folder.read("unet/model.safetensors", 100) == b"weights"
     assert folder.read("config.json", 100) == b"{}"
@@ -169,17 +182,20 @@ def test_links_of_a_cache_are_followed_within_it(cache: Path, opened: Opened) ->
 
 
 @pytest.mark.parametrize("name", ["evil", "worse"])
-def test_links_out_of_a_cache_are_not(name: str, cache: Path, opened: Opened) -> None:
+def test_links_out_of_cache_not(name: str, cache: Path, opened: Opened) -> None:
+    """Links out of a cache are not."""
     with pytest.raises(CheckpointError, match="leads outside"):
         opened(cache, links_within=cache.parent.parent).open(name)
 
 
-def test_a_folder_outside_the_cache_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_folder_outside_cache_refused(cache: Path, tmp_path: Path) -> None:
+    """A folder outside the cache is refused."""
     with pytest.raises(CheckpointError, match="not beneath"):
         ConfinedFolder(tmp_path, links_within=cache)
 
 
-def test_a_kernel_without_openat2_is_no_obstacle(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_openat2_no_obstacle(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without openat2 is no obstacle."""
     monkeypatch.setattr(paths, "_OPENAT2", 100_000)  # a call that no kernel has
     (place / "x").symlink_to("file")
     with ConfinedFolder(place) as folder:
@@ -188,14 +204,16 @@ def test_a_kernel_without_openat2_is_no_obstacle(place: Path, monkeypatch: pytes
             folder.open("x")
 
 
-def test_the_function_for_one_file(place: Path) -> None:
+def test_function_for_file(place: Path) -> None:
+    """The function for one file."""
     fd = open_inside(place, "sub/deep/file")
     with os.fdopen(fd) as file:
         assert file.read() == "deep content"
         assert not os.get_inheritable(fd)
 
 
-def test_no_descriptor_is_left_open(place: Path) -> None:
+def test_no_descriptor_left_open(place: Path) -> None:
+    """No descriptor is left open."""
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 

@@ -75,7 +75,8 @@ def cut(content: bytes, where: list[int]) -> list[memoryview]:
 
 @pytest.mark.parametrize("disk", [Disk(), Buffered(), Short(), Stubborn()], ids=lambda disk: type(disk).__name__)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_bytes_given_are_there(size: int, disk: Disk, tmp_path: Path) -> None:
+def test_bytes_given(size: int, disk: Disk, tmp_path: Path) -> None:
+    """The bytes given are there."""
     content = os.urandom(size)
     written = disk.write(tmp_path / "file", cut(content, [1, 5000, 70_000, 70_000, 3_000_000]), size)
     assert (tmp_path / "file").read_bytes() == content
@@ -84,7 +85,8 @@ def test_the_bytes_given_are_there(size: int, disk: Disk, tmp_path: Path) -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(SMALLEST - 3, 9 << 20), st.lists(st.integers(0, 9 << 20), max_size=6))
-def test_however_the_bytes_are_cut(tmp_path_factory: pytest.TempPathFactory, size: int, where: list[int]) -> None:
+def test_however_bytes_cut(tmp_path_factory: pytest.TempPathFactory, size: int, where: list[int]) -> None:
+    """However the bytes are cut."""
     content = (b"0123456789abcdefghi" * (size // 19 + 1))[:size]
     path = tmp_path_factory.mktemp("cut") / "file"
     assert Disk().write(path, cut(content, where), size).checksum == digest(content)
@@ -92,7 +94,8 @@ def test_however_the_bytes_are_cut(tmp_path_factory: pytest.TempPathFactory, siz
     path.unlink()
 
 
-def test_buffers_of_any_type_are_bytes(tmp_path: Path) -> None:
+def test_buffers_of_any_type_bytes(tmp_path: Path) -> None:
+    """Buffers of any type are bytes."""
     numbers = array.array("d", [1.0, 2.0])
     table = memoryview(bytes(range(12))).cast("B", (3, 4))
     written = Disk().write(tmp_path / "file", [numbers, table, b"", memoryview(b"").cast("B")], 28)  # type: ignore[list-item]
@@ -101,7 +104,8 @@ def test_buffers_of_any_type_are_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [10, SMALLEST])
-def test_a_file_is_synced_after_its_last_byte(size: int, tmp_path: Path) -> None:
+def test_file_synced_after_last_byte(size: int, tmp_path: Path) -> None:
+    """A file is synced after its last byte."""
     disk = Log()
     disk.write(tmp_path / "file", [bytes(size)], size)
     assert disk.calls[-2:] == ["sync", "close"]
@@ -109,7 +113,8 @@ def test_a_file_is_synced_after_its_last_byte(size: int, tmp_path: Path) -> None
     assert sum(call[1] for call in disk.calls[:-2]) == size
 
 
-def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
+def test_existing_file_never_overwritten(tmp_path: Path) -> None:
+    """An existing file is never overwritten."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("file", "link"):
@@ -121,14 +126,16 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [10, SMALLEST + 10])
 @pytest.mark.parametrize("difference", [-1, 1])
-def test_another_number_of_bytes_than_announced_is_an_error(size: int, difference: int, tmp_path: Path) -> None:
+def test_wrong_number_of_bytes(size: int, difference: int, tmp_path: Path) -> None:
+    """Another number of bytes than announced is an error."""
     with pytest.raises(ValueError, match=r"file was announced with .* and got"):
         Disk().write(tmp_path / "file", [bytes(size + difference)], size)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("size", [100, 30 << 20])
-def test_an_error_while_writing_names_the_file_and_leaves_no_thread(code: int, size: int, tmp_path: Path) -> None:
+def test_write_error_leaves_no_thread(code: int, size: int, tmp_path: Path) -> None:
+    """An error while writing names the file and leaves no thread."""
     class Broken(Disk):
         def _pwrite(self, fd: int, data: Any, offset: int) -> int:
             if offset + len(data) >= size // 2:
@@ -140,7 +147,8 @@ def test_an_error_while_writing_names_the_file_and_leaves_no_thread(code: int, s
     assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "file"))
 
 
-def test_an_error_of_the_source_is_raised_as_it_is(tmp_path: Path) -> None:
+def test_error_of_source_raised_as(tmp_path: Path) -> None:
+    """An error of the source is raised as it is."""
     def chunks() -> Iterator[bytes]:
         yield bytes(5 << 20)
         raise KeyError("the tensor is gone")
@@ -149,7 +157,8 @@ def test_an_error_of_the_source_is_raised_as_it_is(tmp_path: Path) -> None:
         Disk().write(tmp_path / "file", chunks(), 10 << 20)
 
 
-def test_a_write_of_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+def test_empty_write_is_an_error(tmp_path: Path) -> None:
+    """A write of nothing is an error and no endless loop."""
     class Nothing(Disk):
         def _pwrite(self, fd: int, data: Any, offset: int) -> int:
             return 0
@@ -159,7 +168,8 @@ def test_a_write_of_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> N
             Nothing().write(tmp_path / str(size), [bytes(size)], size)
 
 
-def test_a_full_disk_is_noticed_before_the_first_byte(tmp_path: Path) -> None:
+def test_full_disk_noticed_before_first_byte(tmp_path: Path) -> None:
+    """A full disk is noticed before the first byte."""
     class Full(Log):
         def _allocate(self, fd: int, size: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -185,7 +195,8 @@ def test_two_names_change_places(tmp_path: Path) -> None:
         Disk().exchange(tmp_path / "a", tmp_path / "nothing")
 
 
-def test_a_file_of_others_is_synced_and_described(tmp_path: Path) -> None:
+def test_file_of_others_synced_and_described(tmp_path: Path) -> None:
+    """A file of others is synced and described."""
     (tmp_path / "file").write_bytes(b"x" * 5_000_000)
     disk = Log()
     written = disk.sync_file(tmp_path / "file")
@@ -198,7 +209,8 @@ def test_a_file_of_others_is_synced_and_described(tmp_path: Path) -> None:
             disk.sync_file(tmp_path / name)
 
 
-def test_a_text_is_replaced_whole(tmp_path: Path) -> None:
+def test_text_replaced_whole(tmp_path: Path) -> None:
+    """A text is replaced whole."""
     disk = Disk()
     disk.replace_text(tmp_path / "latest", "one\n")
     disk.replace_text(tmp_path / "latest", "two\n")
@@ -206,7 +218,8 @@ def test_a_text_is_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["latest"]
 
 
-def test_a_text_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
+def test_text_cannot_replaced_stays(tmp_path: Path) -> None:
+    """A text that cannot be replaced stays."""
     class Broken(Disk):
         def rename(self, old: Path, new: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(old))
@@ -218,7 +231,8 @@ def test_a_text_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["latest"]
 
 
-def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
+def test_tree_removed_without_following_links(tmp_path: Path) -> None:
+    """A tree is removed without following links."""
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("x")
     (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
@@ -229,7 +243,8 @@ def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "precious") == ["file"]
 
 
-def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+def test_lock_held_by(tmp_path: Path) -> None:
+    """A lock is held by one."""
     disk = Disk()
     held = disk.lock(tmp_path / "lock")
     assert (tmp_path / "lock").read_text().startswith(f"{os.getpid()} ")
@@ -246,7 +261,8 @@ def hold_and_wait(path: Path, ready: Any) -> None:
     signal.pause()
 
 
-def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+def test_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    """A killed process holds no lock."""
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     child = context.Process(target=hold_and_wait, args=(tmp_path / "lock", ready))
@@ -261,7 +277,8 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     Disk().unlock(tmp_path / "lock", held)
 
 
-def test_locks_of_many_threads_come_one_after_the_other(tmp_path: Path) -> None:
+def test_locks_of_many_threads(tmp_path: Path) -> None:
+    """Locks of many threads come one after the other."""
     holding: list[int] = []
     most: list[int] = []
 
@@ -284,7 +301,8 @@ def test_locks_of_many_threads_come_one_after_the_other(tmp_path: Path) -> None:
     assert set(most) == {1}
 
 
-def test_a_file_system_without_permissions_is_no_error_and_another_reason_is(tmp_path: Path) -> None:
+def test_file_system_without_permissions(tmp_path: Path) -> None:
+    """A file system without permissions is no error and another reason is."""
     class Mount(Disk):
         def __init__(self, code: int) -> None:
             self.code = code

@@ -18,7 +18,8 @@ from slipstream.files.reader import read_digest, read_into, read_whole, release_
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4 << 20, (9 << 20) + 13])
-def test_all_bytes_and_their_checksum(size: int, tmp_path: Path) -> None:
+def test_all_bytes_and_checksum(size: int, tmp_path: Path) -> None:
+    """All bytes and their checksum."""
     content = os.urandom(size)
     (tmp_path / "file").write_bytes(content)
     with (tmp_path / "file").open("rb") as file:
@@ -30,7 +31,8 @@ def test_all_bytes_and_their_checksum(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("announced", [0, 9, 11, 2**50])
-def test_another_size_is_refused_before_anything_is_allocated(announced: int, tmp_path: Path) -> None:
+def test_another_size_refused_before_anything_allocated(announced: int, tmp_path: Path) -> None:
+    """Another size is refused before anything is allocated."""
     (tmp_path / "file").write_bytes(b"slipstream")
     with (tmp_path / "file").open("rb") as file:
         for read in (read_whole, read_digest):
@@ -38,7 +40,8 @@ def test_another_size_is_refused_before_anything_is_allocated(announced: int, tm
                 read(file.fileno(), announced, where="model")
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_shrinks_while_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that shrinks while it is read is an error."""
     (tmp_path / "file").write_bytes(bytes(100))
     monkeypatch.setattr(reader, "_PIECE", 10)
     with (tmp_path / "file").open("rb") as file:
@@ -54,7 +57,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path, monkey
             read_whole(file.fileno(), 100)
 
 
-def test_a_read_that_gives_less_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_gives_less_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that gives less is continued."""
     content = os.urandom(1000)
     (tmp_path / "file").write_bytes(content)
     original = os.preadv
@@ -65,7 +69,8 @@ def test_a_read_that_gives_less_is_continued(tmp_path: Path, monkeypatch: pytest
     assert checksum == digest(content)
 
 
-def test_several_threads_read_one_descriptor(tmp_path: Path) -> None:
+def test_several_threads_read_descriptor(tmp_path: Path) -> None:
+    """Several threads read one descriptor."""
     content = os.urandom(1 << 20)
     (tmp_path / "file").write_bytes(content)
     found: list[str] = []
@@ -79,7 +84,8 @@ def test_several_threads_read_one_descriptor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [16 << 20, (16 << 20) + 1, (21 << 20) - 4096, (20 << 20) + 511])
-def test_a_file_outside_of_the_page_cache_is_read_whole(tmp_path: Path, size: int) -> None:
+def test_uncached_file(tmp_path: Path, size: int) -> None:
+    """A file outside of the page cache is read whole."""
     content = os.urandom(1 << 20) * (size >> 20) + os.urandom(size % (1 << 20))
     (tmp_path / "file").write_bytes(content)
     with (tmp_path / "file").open("rb") as file:
@@ -92,9 +98,10 @@ def test_a_file_outside_of_the_page_cache_is_read_whole(tmp_path: Path, size: in
     assert checksum == digest(content)
 
 
-def test_a_file_system_that_refuses_direct_reads_in_the_middle_is_read_through_the_page_cache(
+def test_direct_read_refused_midway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A file system that refuses direct reads in the middle is read through the page cache."""
     content = os.urandom(1 << 20) * 17
     (tmp_path / "file").write_bytes(content)
     original = os.preadv
@@ -114,7 +121,8 @@ def test_a_file_system_that_refuses_direct_reads_in_the_middle_is_read_through_t
 
 
 @pytest.mark.parametrize("slow", [-1.0, 1e9], ids=["large pages are slow to get", "they are at hand"])
-def test_a_large_file_is_whole_in_pages_of_any_size(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_with_any_pages(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file is whole in pages of any size."""
     monkeypatch.setattr(reader, "_SLOW", slow)
     content = os.urandom(1 << 20) * 33 + b"end"
     (tmp_path / "file").write_bytes(content)
@@ -126,7 +134,7 @@ def test_a_large_file_is_whole_in_pages_of_any_size(slow: float, tmp_path: Path,
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 5000, (17 << 20) + 13])
-def test_memory_in_many_pieces_is_filled(size: int, alone: bool, tmp_path: Path) -> None:
+def test_memory_in_many_pieces_filled(size: int, alone: bool, tmp_path: Path) -> None:
     """`read_into` fills pieces of any sizes, more of them than one system call takes, in and outside of the page cache."""
     content = os.urandom(min(size, 1 << 20)) * max(1, size >> 20) + os.urandom(size % (1 << 20) if size > 1 << 20 else 0)
     (tmp_path / "file").write_bytes(content)
@@ -139,7 +147,7 @@ def test_memory_in_many_pieces_is_filled(size: int, alone: bool, tmp_path: Path)
     assert b"".join(parts) == content
 
 
-def test_memory_that_is_given_back_takes_nothing_else_with_it(tmp_path: Path) -> None:
+def test_release_memory(tmp_path: Path) -> None:
     """`release_memory` empties the whole pages of a part, and no other byte."""
     content = os.urandom(5 * mmap.PAGESIZE)
     (tmp_path / "file").write_bytes(content)

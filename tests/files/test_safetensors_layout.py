@@ -35,7 +35,8 @@ def tensor(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict
     st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=8), st.tuples(st.sampled_from(OF_ALL_VERSIONS), SHAPES), max_size=6),
     st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), st.text(st.characters(codec="utf-8"), max_size=5), max_size=2),
 )
-def test_a_planned_file_is_read_as_planned_and_by_the_original(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+def test_planned_file_is_readable(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+    """A planned file is read as planned and by the original."""
     items = [(name, dtype, shape) for name, (dtype, shape) in tensors.items() if name != "__metadata__"]
     header, layout = plan_layout(items, metadata)
     file = header + bytes(layout.size - len(header))
@@ -83,21 +84,24 @@ BAD = {
 
 
 @pytest.mark.parametrize(("file", "why"), BAD.values(), ids=BAD.keys())
-def test_a_false_header_is_refused(file: bytes, why: str) -> None:
+def test_false_header_refused(file: bytes, why: str) -> None:
+    """A false header is refused."""
     with pytest.raises(CheckpointError) as caught:
         reading(file)
     assert "model.safetensors" in str(caught.value)
     assert why in str(caught.value)
 
 
-def test_empty_tensors_lie_between_the_others() -> None:
+def test_empty_tensors_lie_between_others() -> None:
+    """Empty tensors lie between the others."""
     file = a_file({"b": tensor(shape=[0], offsets=[8, 8]), "a": tensor(), "c": tensor(shape=[1], offsets=[8, 12])}, 12)
     assert [(entry.name, entry.start, entry.end) for entry in reading(file).entries.values()] == [("a", 0, 8), ("b", 8, 8), ("c", 8, 12)]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_a_changed_header_is_refused_or_describes_the_file(data: st.DataObject) -> None:
+def test_changed_header_refused_or_describes_file(data: st.DataObject) -> None:
+    """A changed header is refused or describes the file."""
     header, layout = plan_layout([("a", "F32", (2, 2)), ("b", "I64", ()), ("c", "BOOL", (3,))], {"format": "pt"})
     file = bytearray(header + bytes(layout.size - len(header)))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -111,12 +115,14 @@ def test_a_changed_header_is_refused_or_describes_the_file(data: st.DataObject) 
 
 
 @pytest.mark.parametrize("items", [[("a", "F32", (1,)), ("a", "F32", (1,))], [("__metadata__", "F32", (1,))], [("a", "F99", (1,))]])
-def test_what_the_format_cannot_hold_is_not_planned(items: Any) -> None:
+def test_what_format_cannot_hold_not_planned(items: Any) -> None:
+    """What the format cannot hold is not planned."""
     with pytest.raises(CheckpointError):
         plan_layout(items)
 
 
-def test_the_original_refuses_what_we_refuse_for_order() -> None:
+def test_order_rules_of_the_original() -> None:
+    """The original refuses what we refuse for order."""
     for name in ("an overlap", "a hole", "bytes that belong to nobody"):
         with pytest.raises(SafetensorError):
             deserialize(BAD[name][0])

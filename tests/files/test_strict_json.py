@@ -38,7 +38,8 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "why"), BAD.items(), ids=lambda value: ascii(value)[:40])
-def test_what_could_be_read_in_two_ways_is_refused(text: bytes, why: str) -> None:
+def test_ambiguous_json_refused(text: bytes, why: str) -> None:
+    """What could be read in two ways is refused."""
     with pytest.raises(CheckpointError) as caught:
         parse(text, "run/MANIFEST.json")
     assert str(caught.value).startswith("run/MANIFEST.json is no JSON")
@@ -46,7 +47,8 @@ def test_what_could_be_read_in_two_ways_is_refused(text: bytes, why: str) -> Non
     assert len(str(caught.value)) < 300
 
 
-def test_depth_and_size_have_limits_of_the_callers_choice() -> None:
+def test_depth_and_size_limits() -> None:
+    """Depth and size have limits of the callers choice."""
     assert parse(b"[[[1]]]", "x", deepest=3) == [[[1]]]
     with pytest.raises(CheckpointError, match="deeper than 2 levels"):
         parse(b"[[[1]]]", "x", deepest=2)
@@ -54,11 +56,13 @@ def test_depth_and_size_have_limits_of_the_callers_choice() -> None:
         parse(b"[[[1]]]", "x", largest=6)
 
 
-def test_width_is_not_depth() -> None:
+def test_width_not_depth() -> None:
+    """Width is not depth."""
     assert len(parse(b"[" + b"[]," * 500 + b"[]]", "x", deepest=2)) == 501
 
 
-def test_a_text_of_brackets_cannot_fill_the_memory() -> None:
+def test_text_of_brackets_cannot_fill_memory() -> None:
+    """A text of brackets cannot fill the memory."""
     bomb = b"[" + b"[]," * 9_000_000 + b"[]]"
     tracemalloc.start()
     try:
@@ -69,7 +73,8 @@ def test_a_text_of_brackets_cannot_fill_the_memory() -> None:
         tracemalloc.stop()
 
 
-def test_a_long_text_in_any_script_is_read_again() -> None:
+def test_long_text_in_any_script() -> None:
+    """A long text in any script is read again."""
     value = {"words": ["風の流れ 😀"] * 200_000}
     data = dump(value)
     assert data.isascii()
@@ -79,13 +84,15 @@ def test_a_long_text_in_any_script_is_read_again() -> None:
         dump({"words": ["風の流れ"] * 200_000 + ["\ud800"]})
 
 
-def test_values_that_say_something_have_room_and_those_that_fill_the_memory_have_not() -> None:
+def test_memory_limit_of_values() -> None:
+    """Values that say something have room and those that fill the memory have not."""
     assert explain_too_large(json.dumps({f"sample {number}": number / 7 for number in range(400_000)})) is None
     assert explain_too_large("[" + "[]," * 1_000_000 + "[]]") is not None
     assert explain_too_large("[" + "[]," * 1_000_000 + "[]]", beside=300 << 20) is None
 
 
-def test_whole_surrogate_pairs_are_characters() -> None:
+def test_whole_surrogate_pairs_characters() -> None:
+    """Whole surrogate pairs are characters."""
     assert parse(rb'"\ud83d\ude00"', "x") == "😀"
 
 
@@ -98,12 +105,14 @@ VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(VALUES, st.sampled_from([None, 1]))
-def test_what_is_written_is_read_again_and_by_others_too(value: object, indent: int | None) -> None:
+def test_written_json_is_read(value: object, indent: int | None) -> None:
+    """What is written is read again and by others too."""
     text = dump(value, indent=indent)
     assert repr(parse(text, "x")) == repr(value) == repr(json.loads(text))
 
 
 @pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"a": b"bytes"}, object(), "\ud800"])
-def test_what_json_cannot_hold_is_not_written(value: object) -> None:
+def test_what_json_cannot_hold_not_written(value: object) -> None:
+    """What JSON cannot hold is not written."""
     with pytest.raises(CheckpointError, match="cannot be written as JSON"):
         dump(value)
