@@ -25,7 +25,6 @@ from slipstream.data.prepare import build_loader, choose_seed, skip_first_batche
 from slipstream.devices.memory import release_memory
 from slipstream.devices.table import CPU
 from slipstream.distributed import collectives
-from slipstream.distributed.functional import synchronize_rng_states
 from slipstream.errors import ConfigError, StateError
 from slipstream.parallel.compile import compile_in_place, compile_model
 from slipstream.training.optimizer import AcceleratedOptimizer
@@ -216,6 +215,8 @@ class PreparationMixin(AcceleratorBase):
             )
             built = build_loader(loader, settings)
             if components.rng_types:
+                from slipstream.distributed.functional import synchronize_rng_states
+
                 built.at_start = partial(synchronize_rng_states, components.rng_types)
             if built not in components.registry.loaders:
                 components.registry.loaders.append(built)
