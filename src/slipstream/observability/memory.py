@@ -29,6 +29,8 @@ from typing import Any, Final
 
 import psutil
 import torch
+
+# torch internals: the only test for tensors that are made of others (DTensor, quantised). torch 2.13; test_memory_snapshot.py notices.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.devices.memory import allocator_statistics, convert_bytes, host_memory, should_reduce_batch_size
@@ -172,7 +174,7 @@ def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = No
 
     >>> weights = torch.zeros(1000, 1000)
     >>> snapshot = memory_snapshot(names=[("parameter", "weights", weights)])
-    >>> [(one.name, one.shape, one.bytes) for one in snapshot.alive if one.name]
+    >>> [(group.name, group.shape, group.bytes) for group in snapshot.alive if group.name]
     [('weights', (1000, 1000), 4000000)]
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -327,7 +329,7 @@ def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _OnSnapsho
     >>> import torch
     >>> weight = torch.zeros(1000)
     >>> watch = watch_memory(lambda: [("parameter", "weight", weight)])
-    >>> [one.name for one in memory_snapshot().alive if one.name]
+    >>> [group.name for group in memory_snapshot().alive if group.name]
     ['weight']
     >>> watch.close()
     """

@@ -215,7 +215,7 @@ def _parse_activity(given: Any) -> ProfilerActivity:
 def _check_supported(activity: ProfilerActivity) -> ProfilerActivity:
     here: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
     if activity not in here:
-        known = ", ".join(sorted(entry.name.lower() for entry in here))
+        known = ", ".join(sorted(activity.name.lower() for activity in here))
         raise ConfigError(
             f"ProfileKwargs(activities=[{activity.name.lower()!r}]): this installation of torch cannot record that; it can record {known}"
         )

@@ -85,7 +85,7 @@ class LossSpikeGuard:
     >>> spikes = LossSpikeGuard(limit=10.0)
     >>> found = [spikes.look(step, 2.0 + 0.1 * (step % 7)) for step in range(200)]
     >>> found += [spikes.look(200, 9.0), spikes.look(201, 9.5)]
-    >>> print(next(one for one in found if one))
+    >>> print(next(finding for finding in found if finding))
     step 201, rank 0: the loss jumped to 9.5 (usually 2.3, between 2 and 2.6 in the last 200 steps). What to do: if it stays up, go back \
 to the last checkpoint with a lower learning rate, a longer warm-up or accelerator.clip_grad_norm_; look at the batches of steps 200 to 201.
     """

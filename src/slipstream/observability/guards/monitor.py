@@ -350,13 +350,13 @@ class Guards:
         """Return which parameters are not finite now, as a clause; empty where that says nothing."""
         from slipstream.observability.guards.non_finite import find_non_finite
 
-        named = [entry for model in getattr(self._stepper(), "models", ()) for entry in reversed(list(model.original.named_parameters()))]
-        gradients = [(name, entry.grad) for name, entry in named if entry.grad is not None]
-        weights: list[tuple[str, torch.Tensor]] = [(name, entry.detach()) for name, entry in named]
+        named = [pair for model in getattr(self._stepper(), "models", ()) for pair in reversed(list(model.original.named_parameters()))]
+        gradients = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+        weights: list[tuple[str, torch.Tensor]] = [(name, parameter.detach()) for name, parameter in named]
         for what, entries in (("gradient", gradients), ("weight", weights)):
             found = find_non_finite(entries)
             if found is not None:
-                bad = sum(1 for entry in entries if find_non_finite([entry]))
+                bad = sum(1 for pair in entries if find_non_finite([pair]))
                 if bad == len(entries) and bad > 1:
                     return f"; by now every {what} is nan or infinite, so the parameter where it began cannot be named"
                 return f"; the {what} nearest to the loss that is {found[1]} now is {found[0]} ({bad} of {len(entries)} are)"

@@ -40,11 +40,12 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     dense = [tensor for tensor in map(_local_entries, tensors) if tensor.numel()]
     if not dense:
         return True
+    # torch internals: `_foreach_norm` is one kernel for all tensors, as clip_grad_norm_ uses it. torch 2.13; test_guard_non_finite.py.
     norms = torch._foreach_norm(dense)
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = tuple(norm.to(dense[0].device, torch.float64) for norm in norms)
     # a sum of squares overflows long before an entry does: then the entries themselves are looked at
-    return bool(torch.stack(list(norms)).isfinite().all()) or all(bool(entry.isfinite().all()) for entry in dense)
+    return bool(torch.stack(list(norms)).isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in dense)
 
 
 def find_non_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[str, str] | None:
@@ -80,8 +81,8 @@ def to_floats(values: Sequence[Any]) -> list[float]:
     if all(type(value) is float for value in values):
         return list(values)
     single = [value if isinstance(value, torch.Tensor) and not value.ndim else torch.as_tensor(value).mean() for value in values]
-    if len({(entry.dtype, entry.device) for entry in single}) > 1:
-        single = [entry.to("cpu", torch.float64) for entry in single]
+    if len({(value.dtype, value.device) for value in single}) > 1:
+        single = [value.to("cpu", torch.float64) for value in single]
     numbers: list[float] = torch.stack(single).tolist() if single else []
     return numbers
 
@@ -115,7 +116,7 @@ class BackwardOrder:
 
     def named(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters, the one nearest to the loss first; those that had no gradient last."""
-        return sorted(reversed(list(model.named_parameters())), key=lambda entry: self._came.get(entry[0], math.inf))
+        return sorted(reversed(list(model.named_parameters())), key=lambda pair: self._came.get(pair[0], math.inf))
 
 
 def _note_order(came: dict[str, int], name: str, parameter: torch.Tensor) -> None:
@@ -126,6 +127,7 @@ def _local_entries(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):  # sharded: what this process holds of it
         tensor = tensor.to_local()
+    # torch internals: `_values` of an uncoalesced sparse gradient has no public name. torch 2.13; test_sparse_gradients notices a change.
     return tensor if tensor.layout == torch.strided else tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
@@ -181,7 +183,9 @@ class UpdateGuard:
         buffer = bucket.buffer()
         if buffer.is_cpu and all_finite([buffer]):
             return
+        # torch internals: see `_local_entries`
         parts = bucket.gradients() if buffer.layout == torch.strided else [buffer._values()]  # a sparse one is alone
+        # torch internals: see `all_finite`
         seen = [classify_non_finite(part) for part in parts] if buffer.is_cpu else torch.stack(list(torch._foreach_norm(parts)))
         self._seen.append(([id(parameter) for parameter in bucket.parameters()], seen))
 
@@ -206,7 +210,7 @@ class UpdateGuard:
             self._count_streak(optimizer)
             return False
         models = linked.models
-        gradients = [entry.grad for group in linked.inner.param_groups for entry in group["params"] if entry.grad is not None]
+        gradients = [parameter.grad for group in linked.inner.param_groups for parameter in group["params"] if parameter.grad is not None]
         finite = all_finite(gradients)
         sharded = any(type(gradient) is not torch.Tensor and hasattr(gradient, "to_local") for gradient in gradients)
         if sharded:
@@ -270,11 +274,11 @@ class UpdateGuard:
         return self._averages and all(getattr(model.prepared, "require_backward_grad_sync", True) for model in models)
 
     def _first(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
-        return find_non_finite((name, entry.grad) for model in models for name, entry in self._named(model))
+        return find_non_finite((name, parameter.grad) for model in models for name, parameter in self._named(model))
 
     def _own_part(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
         """Return the first of this rank's own gradients that was not finite, by what was seen in the buckets, the earliest pass first."""
-        named = [(name, id(entry)) for model in models for name, entry in self._named(model)]
+        named = [(name, id(parameter)) for model in models for name, parameter in self._named(model)]
         for identities, seen in self._seen:
             words = seen if isinstance(seen, list) else ["" if norm < float("inf") else "not finite" for norm in seen.tolist()]
             bad = {identity: word for identity, word in zip(identities, words, strict=True) if word}
@@ -291,7 +295,7 @@ class UpdateGuard:
         self._clipped = None
         if self._seen:
             owned = frozenset().union(*(model.owned for model in models))
-            kept = [entry for entry in self._seen if not owned.intersection(entry[0])]
+            kept = [bucket for bucket in self._seen if not owned.intersection(bucket[0])]
             self._seen.clear()
             self._seen.extend(kept)
 

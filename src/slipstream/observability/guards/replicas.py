@@ -39,8 +39,8 @@ def sum_bits(parameters: Sequence[torch.Tensor]) -> bytes:
     (True, False)
     """
     sums = [_sum_tensor_bits(parameter.detach()) for parameter in parameters]
-    if len({entry.device for entry in sums}) > 1:
-        sums = [entry.cpu() for entry in sums]
+    if len({total.device for total in sums}) > 1:
+        sums = [total.cpu() for total in sums]
     return array.array("q", torch.stack(sums).tolist() if sums else ()).tobytes()
 
 
@@ -63,9 +63,9 @@ def select_replicated(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[s
     """
     plain = torch.Tensor.__torch_dispatch__
     return [
-        (name, entry)
-        for name, entry in named
-        if type(entry).__torch_dispatch__ is plain and entry.layout == torch.strided and not entry.is_meta
+        (name, tensor)
+        for name, tensor in named
+        if type(tensor).__torch_dispatch__ is plain and tensor.layout == torch.strided and not tensor.is_meta
     ]
 
 

@@ -150,6 +150,8 @@ def _find_total(scheduler: Any) -> int | None:
     for name in ("T_max", "total_steps", "total_iters"):
         if (total := _positive_int(getattr(scheduler, name, None))) is not None:
             return total
+    # torch internals: SequentialLR and ChainedScheduler have no public attribute for their parts. torch 2.13; test_guard_schedules.py;
+    # without them such a schedule has no known length.
     parts = getattr(scheduler, "_schedulers", None)
     milestones = getattr(scheduler, "_milestones", None)
     if parts and milestones:  # one after the other

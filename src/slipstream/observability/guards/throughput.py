@@ -60,12 +60,12 @@ DataLoader(..., num_workers=2, prefetch_factor=4, persistent_workers=True).
         """Take an interval in. `workers`: how many the loader has, if one is known; `pinned`: whether pinning would bring nothing."""
         if not self._recent.take(interval):
             return None
-        seconds = sum(entry["seconds"] for entry in self._recent.last)
+        seconds = sum(recent["seconds"] for recent in self._recent.last)
         waited = _sum_by_rank(self._recent.last, "data")
         rank = max(range(len(waited)), key=waited.__getitem__, default=0)
         if not waited or not seconds or waited[rank] / seconds <= self._limit:
             return None
-        steps = sum(entry["steps"] for entry in self._recent.last)
+        steps = sum(recent["steps"] for recent in self._recent.last)
         share, step, wait = waited[rank] / seconds, seconds / steps, waited[rank] / steps
         text = f"its steps waited {share:.0%} of the time for data ({wait * 1e3:.3g} ms of {step * 1e3:.3g} ms per step)".replace("%", " %")
         return GuardFinding(
@@ -120,8 +120,8 @@ class StragglerGuard:
         last = interval.get("slowest") or []
         if len(last) < 2 or not self._recent.take(interval):
             return None
-        seconds = sum(entry["seconds"] for entry in self._recent.last)
-        times = [sum(entry["slowest"][rank] or 0 for entry in self._recent.last) for rank in range(len(last))]
+        seconds = sum(recent["seconds"] for recent in self._recent.last)
+        times = [sum(recent["slowest"][rank] or 0 for recent in self._recent.last) for rank in range(len(last))]
         rank = max(range(len(times)), key=times.__getitem__)
         waited = [value for other, value in enumerate(_sum_by_rank(self._recent.last, "waiting")) if other != rank]
         mostly = times[rank] / (sum(times) or 1)

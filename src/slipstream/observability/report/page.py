@@ -67,7 +67,7 @@ def render_page(
         "made": None if live else round(time.time()),
         "version": metadata.version("slipstream"),
         "left_out": [[str(path), why] for path, why in left_out],
-        "views": [{**view, "series": {name: _pack_series(entry) for name, entry in view.get("series", {}).items()}} for view in shown],
+        "views": [{**view, "series": {name: _pack_series(curve) for name, curve in view.get("series", {}).items()}} for view in shown],
     }
     style, script = _load_assets()
     return _DOCUMENT.format(
@@ -130,7 +130,7 @@ def _to_safe_json(data: Any) -> str:
 
 def _escape_direction(text: str) -> str:
     """Spell out characters that change the direction of the text after them."""
-    return "".join(f"\\u{ord(entry):04x}" if entry in _DIRECTION_MARKS else entry for entry in text)
+    return "".join(f"\\u{ord(character):04x}" if character in _DIRECTION_MARKS else character for character in text)
 
 
 _DIRECTION_MARKS: Final = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
@@ -197,7 +197,7 @@ def _pack_numbers(kind: str, values: Sequence[float | None]) -> str:
 def _to_float32_if_exact(numbers: array[float]) -> array[float]:
     """Return the same numbers in four bytes each, if every one of them survives it; else as they came."""
     small = array("f", numbers)
-    return small if all(entry == other or other != other for entry, other in zip(small, numbers, strict=True)) else numbers
+    return small if all(single == other or other != other for single, other in zip(small, numbers, strict=True)) else numbers
 
 
 _MAX_POINTS: Final = 1_000_000

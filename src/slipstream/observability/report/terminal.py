@@ -155,14 +155,14 @@ def _render_figures(run: Run) -> Text:
     recent = [interval for interval in run.ledger[-_RECENT_INTERVALS:] if interval["steps"]]  # not what came after the last step
     seconds = _sum(recent, "seconds")
     last = max((curve.steps[-1] for curve in run.series.values() if len(curve)), default=None)
-    step = next((entry["last"] for entry in reversed(run.ledger) if entry["last"] is not None), last)
+    step = next((interval["last"] for interval in reversed(run.ledger) if interval["last"] is not None), last)
     found = [] if step is None else [f"step {int(step):,}"]
     if not _is_current(run.told()):
         return Text("  ".join(found))
     for name, unit in (("steps", "steps/s"), ("samples", "samples/s"), ("tokens", "tokens/s")):
         if seconds and (total := _sum(recent, name)):
             found.append(f"{format_number(total / seconds)} {unit}")
-    utilisation = next((entry["mfu"] for entry in reversed(recent) if entry["mfu"] is not None), None)
+    utilisation = next((interval["mfu"] for interval in reversed(recent) if interval["mfu"] is not None), None)
     if utilisation is not None:
         found.append(f"{utilisation:.1%} of peak FLOPs")
     return Text("  ".join(found))
@@ -240,7 +240,7 @@ def _render_times(run: Run, width: int, console: Console) -> list[Text]:
     for name, count in apportion(sums, max(4, width - 5)).items():
         letter, colour = _PHASES.get(name, (escape_control(name)[:1] or "?", "white"))
         bar.append((letter if plain else "█") * count, style=colour)
-    for name, seconds in sorted(sums.items(), key=lambda entry: -entry[1]):
+    for name, seconds in sorted(sums.items(), key=lambda phase: -phase[1]):
         if seconds / total >= 0.005:
             letter, colour = _PHASES.get(name, (escape_control(name)[:1] or "?", "white"))
             item = Text(" ").append(f"{letter}=" if plain else "█ ", style=colour).append(f"{escape_control(name)} {seconds / total:.0%}")
@@ -257,8 +257,8 @@ def _render_ranks(run: Run, width: int, console: Console) -> list[Text]:
     for interval in run.ledger[-_RECENT_INTERVALS:]:
         for name, seconds in interval["phases"].items():
             if name not in ("waiting", "communication"):
-                own = [entry + (other or 0.0) for entry, other in zip_longest(own, seconds, fillvalue=0.0)]
-        slowest = [entry + (other or 0) for entry, other in zip_longest(slowest, interval["slowest"] or [], fillvalue=0)]
+                own = [total + (other or 0.0) for total, other in zip_longest(own, seconds, fillvalue=0.0)]
+        slowest = [total + (other or 0) for total, other in zip_longest(slowest, interval["slowest"] or [], fillvalue=0)]
     if len(own) < 2:
         return []
     room = max(4, min(len(own), width - 8))

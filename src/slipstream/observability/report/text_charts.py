@@ -111,7 +111,7 @@ def apportion(parts: Mapping[str, float], width: int) -> dict[str, int]:
     exact = {name: value / total * width for name, value in parts.items()}
     found = {name: int(value) for name, value in exact.items()}
     left = width - sum(found.values())
-    for name in sorted(exact, key=lambda entry: found[entry] - exact[entry])[:left]:
+    for name in sorted(exact, key=lambda part: found[part] - exact[part])[:left]:
         found[name] += 1
     return found
 
@@ -138,7 +138,7 @@ def escape_control(text: object) -> str:
     'loss\\x1b[2J'
     """
     plain = str(text)
-    return plain if plain.isprintable() else "".join(entry if entry.isprintable() else repr(entry)[1:-1] for entry in plain)
+    return plain if plain.isprintable() else "".join(character if character.isprintable() else repr(character)[1:-1] for character in plain)
 
 
 def format_number(value: float | None) -> str:

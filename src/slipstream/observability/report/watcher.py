@@ -244,7 +244,7 @@ class RunWatcher:
             elif not found:
                 self._parents.extend([place / "runs", place])
             else:
-                self._parents.extend({entry.parent: None for entry in found if entry.parent not in self._parents})
+                self._parents.extend({run.parent: None for run in found if run.parent not in self._parents})
                 self.left_out.update(found[:-_MAX_RUNS])
             self._add(found[-_MAX_RUNS:])
         self.left_out -= {run.path for run in self._runs.values()}
@@ -333,8 +333,8 @@ class RunWatcher:
         """Forget runs whose folder was deleted or has another name now; how many."""
         gone = [run for run in self.runs() if run.identity is None or run.identity != _identity(run.path)]
         with self._lock:
-            for entry in gone:
-                del self._runs[entry.key]
+            for run in gone:
+                del self._runs[run.key]
         return len(gone)
 
     def _discover(self) -> int:

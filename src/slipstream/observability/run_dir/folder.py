@@ -239,7 +239,7 @@ class RunFolder:
     ...     folder = RunFolder.create(project, "first", project="spirals")
     ...     folder.event("start", "one process")
     ...     folder.end("finished")
-    ...     folder.path.relative_to(project).as_posix(), sorted(one.name for one in folder.path.iterdir())
+    ...     folder.path.relative_to(project).as_posix(), sorted(file.name for file in folder.path.iterdir())
     ('runs/first', ['events.jsonl', 'run.json'])
     """
 
@@ -339,15 +339,10 @@ class RunFolder:
         self.write_json(_INFO, self.info)
 
     def write_json(self, name: str, value: Any) -> None:
-        """A file as a whole; a reader sees the old one or the new one."""
-        self.write_text(name, json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
-
-    def write_text(self, name: str, text: str) -> Path:
-        """Return the same for a text."""
-        target = self.path / name
-        with replacing(target) as beside:
+        """Replace a JSON file; a reader sees the old one or the new one."""
+        text = json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+        with replacing(self.path / name) as beside:
             beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        return target
 
     def journal(self, name: str, *, indexed: bool = False) -> JsonLinesWriter:
         """Return a file of JSON lines, to be closed by who asked for it."""
@@ -487,7 +482,7 @@ def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | N
     found = runs_at(place, broken)
     if found:
         return found
-    damaged = [why for entry, why in broken if place in entry.parents]
+    damaged = [why for run, why in broken if place in run.parents]
     if damaged:
         raise ConfigError(f"{place} has no run in it that can be read: " + "; ".join(damaged[:5]))
     there = ", ".join(sorted(path.name for path in place.iterdir())[:5]) if place.is_dir() else "a file"
@@ -507,7 +502,7 @@ def runs_at(place: Path, left_out: list[tuple[Path, str]]) -> list[Path]:
     for folder in (place / "runs", place):
         found = sorted((started_at(info), run) for run, info in _runs_in(folder, left_out)) if folder.is_dir() else []
         if found:
-            return [entry for _, entry in found]
+            return [run for _, run in found]
     return []
 
 

@@ -249,7 +249,7 @@ class Run:
         if is_gone(info):
             return {**info, "state": "killed", "ended": self.touched}
         silent = (clock() if now is None else now) - self.touched
-        if silent < SILENCE_LIMIT or silent < 10 * sum(entry["seconds"] or 0 for entry in self.ledger) / max(1, self.ledger_lines):
+        if silent < SILENCE_LIMIT or silent < 10 * sum(interval["seconds"] or 0 for interval in self.ledger) / max(1, self.ledger_lines):
             return info
         return {**info, "silent": int(silent // 60 * 60)}
 
@@ -526,8 +526,8 @@ def _limit_depth(value: Any, deepest: int = 4) -> Any:
     if isinstance(value, (dict, list)) and not deepest:
         return "..."
     if isinstance(value, dict):
-        return {name[:_MAX_NAME_LENGTH]: _limit_depth(entry, deepest - 1) for name, entry in value.items()}
-    return [_limit_depth(entry, deepest - 1) for entry in value] if isinstance(value, list) else value
+        return {name[:_MAX_NAME_LENGTH]: _limit_depth(item, deepest - 1) for name, item in value.items()}
+    return [_limit_depth(item, deepest - 1) for item in value] if isinstance(value, list) else value
 
 
 def _in_media(path: Any) -> bool:

@@ -107,13 +107,13 @@ def _extremes_of_blocks(ys: Sequence[float], first: int, last: int, blocks: Bloc
     lows, highs = blocks.lows[begin:end].tolist(), blocks.highs[begin:end].tolist()
     if -1 in lows:
         return None
-    for entry, other in ((first, begin * _BLOCK), (end * _BLOCK, last)):
-        if entry < other:
-            rest = ys[entry:other]
+    for start, stop in ((first, begin * _BLOCK), (end * _BLOCK, last)):
+        if start < stop:
+            rest = ys[start:stop]
             if not isfinite(sum(rest)):
                 return None
-            lows.append(entry + rest.index(min(rest)))
-            highs.append(entry + rest.index(max(rest)))
+            lows.append(start + rest.index(min(rest)))
+            highs.append(start + rest.index(max(rest)))
     return {first, min(lows, key=ys.__getitem__), max(highs, key=ys.__getitem__), last - 1}
 
 
@@ -181,7 +181,7 @@ class Series:
             self.settle()
             places: Sequence[int] = select_points(self.values, start, stop, points, self._blocks)
         else:
-            order = [place for entry in shown for place in entry]
+            order = [place for stretch in shown for place in stretch]
             places = [order[point] for point in select_points([self.values[place] for place in order], 0, len(order), points)]
         return {**self.part(places), "count": len(self)}
 
@@ -219,7 +219,7 @@ def to_json_values(values: Sequence[float]) -> list[float | None]:
 
 def to_json_times(times: Sequence[float]) -> list[float | None]:
     """Rounded to a thousandth of a second."""
-    return [round(entry, 3) if isfinite(entry) else None for entry in times]
+    return [round(time, 3) if isfinite(time) else None for time in times]
 
 
 def to_json_steps(steps: Sequence[float]) -> list[float]:
@@ -249,7 +249,7 @@ class IntervalList:
     >>> ledger = IntervalList(most=4)
     >>> for second in range(10):
     ...     ledger.add(normalize_interval({"time": second, "seconds": 1.0, "steps": 2, "phases": {"data": [0.25]}}))
-    >>> len(ledger.list), sum(one["steps"] for one in ledger.list), sum(one["phases"]["data"][0] for one in ledger.list)
+    >>> len(ledger.list), sum(interval["steps"] for interval in ledger.list), sum(interval["phases"]["data"][0] for interval in ledger.list)
     (3, 20, 2.5)
     """
 
@@ -298,19 +298,19 @@ def normalize_interval(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_intervals(entry: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def merge_intervals(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """Return two neighbouring intervals as one."""
-    names = [*entry["phases"], *(name for name in other["phases"] if name not in entry["phases"])]
-    added = {name: _combine(_add, entry[name], other[name]) for name in ("seconds", "steps", "samples", "tokens", "flops")}
+    names = [*earlier["phases"], *(name for name in later["phases"] if name not in earlier["phases"])]
+    added = {name: _combine(_add, earlier[name], later[name]) for name in ("seconds", "steps", "samples", "tokens", "flops")}
     return {
-        "time": other["time"] if other["time"] is not None else entry["time"],
-        "first": entry["first"] if entry["first"] is not None else other["first"],
-        "last": other["last"] if other["last"] is not None else entry["last"],
+        "time": later["time"] if later["time"] is not None else earlier["time"],
+        "first": earlier["first"] if earlier["first"] is not None else later["first"],
+        "last": later["last"] if later["last"] is not None else earlier["last"],
         **added,
-        "mfu": _weighted_mfu(entry, other),
-        "phases": {name: _combine_lists(_add, entry["phases"].get(name), other["phases"].get(name)) or [] for name in names},
-        "slowest": _combine_lists(_add, entry["slowest"], other["slowest"]),
-        "memory": {name: _combine_lists(max, entry["memory"][name], other["memory"][name]) for name in ("host", "device")},
+        "mfu": _weighted_mfu(earlier, later),
+        "phases": {name: _combine_lists(_add, earlier["phases"].get(name), later["phases"].get(name)) or [] for name in names},
+        "slowest": _combine_lists(_add, earlier["slowest"], later["slowest"]),
+        "memory": {name: _combine_lists(max, earlier["memory"][name], later["memory"][name]) for name in ("host", "device")},
     }
 
 
@@ -339,7 +339,7 @@ def _to_number(value: Any) -> _Number:
 
 
 def _to_numbers(value: Any) -> list[_Number] | None:
-    return [_to_number(entry) for entry in value[:_MAX_RANKS]] if isinstance(value, list) else None
+    return [_to_number(number) for number in value[:_MAX_RANKS]] if isinstance(value, list) else None
 
 
 def _add(number: float, other: float) -> float:
@@ -361,10 +361,10 @@ def _combine_lists(how: Callable[[Any, Any], Any], entries: list[_Number] | None
     return [_combine(how, *pair) for pair in pairs]
 
 
-def _weighted_mfu(entry: Mapping[str, Any], other: Mapping[str, Any]) -> _Number:
-    if entry["mfu"] is None or other["mfu"] is None:
-        return _combine(_add, entry["mfu"], other["mfu"])
-    first, second = entry["seconds"] or 0.0, other["seconds"] or 0.0
+def _weighted_mfu(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> _Number:
+    if earlier["mfu"] is None or later["mfu"] is None:
+        return _combine(_add, earlier["mfu"], later["mfu"])
+    first, second = earlier["seconds"] or 0.0, later["seconds"] or 0.0
     if not first + second:
-        return float(entry["mfu"])
-    return float((entry["mfu"] * first + other["mfu"] * second) / (first + second))
+        return float(earlier["mfu"])
+    return float((earlier["mfu"] * first + later["mfu"] * second) / (first + second))

@@ -419,10 +419,10 @@ class Ledger:
         if totals.peak is None and (totals.flops_per_sample or totals.flops_per_step):
             totals.peak = options.peak_flops or measure_peak_flops(self._device, self._dtype)
 
-    def _deliver(self, sinks: list[Callable[[dict[str, Any]], None]], entry: dict[str, Any]) -> None:
+    def _deliver(self, sinks: list[Callable[[dict[str, Any]], None]], record: dict[str, Any]) -> None:
         for sink in list(sinks):
             try:
-                sink(entry)
+                sink(record)
             except OSError as error:  # a full disk is no reason to stop training
                 sinks.remove(sink)
                 get_logger(__name__).warning(f"the ledger is not written any more: {error}")

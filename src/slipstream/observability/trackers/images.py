@@ -31,13 +31,13 @@ _COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 def to_images(given: Any) -> list[ImageArray]:
     """Return one picture, a list of them, or a batch, as a list.
 
-    >>> [one.shape for one in to_images(numpy.zeros((5, 8, 9, 3)))], len(to_images([numpy.zeros((4, 4))] * 2))
+    >>> [image.shape for image in to_images(numpy.zeros((5, 8, 9, 3)))], len(to_images([numpy.zeros((4, 4))] * 2))
     ([(8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3)], 2)
     """
     if isinstance(given, list | tuple):
-        return [to_image(entry) for entry in given]
+        return [to_image(image) for image in given]
     if len(getattr(given, "shape", ())) == 4:
-        return [to_image(entry) for entry in given]
+        return [to_image(image) for image in given]
     return [to_image(given)]
 
 

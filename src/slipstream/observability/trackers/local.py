@@ -160,10 +160,10 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         places: dict[str, list[str]] = {}
         for name, several in images.made.items():
             slug = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60]
-            for number, entry in enumerate(several):
+            for number, image in enumerate(several):
                 place = media / f"{journal.lines}-{len(places)}-{number}-{slug}.png"
                 with replacing(place) as beside:
-                    beside.write_bytes(encode_png(entry))
+                    beside.write_bytes(encode_png(image))
                 places.setdefault(name, []).append(f"media/{place.name}")
         if places:
             self._append(journal, step, {"images": places, **to_plain(keywords)})

@@ -175,10 +175,10 @@ def resolve_trackers(
     given = _to_list(log_with)
     found: list[_Tracker] = []
     named: set[str] = set()
-    for entry in given:
-        several = _find_trackers(entry)
+    for choice in given:
+        several = _find_trackers(choice)
         found.extend(tracker for tracker in several if tracker not in found)
-        if not isinstance(entry, str) or str(entry).lower() != LoggerType.ALL:
+        if not isinstance(choice, str) or str(choice).lower() != LoggerType.ALL:
             named.update(tracker.name for tracker in several)
     for tracker in found:
         if not isinstance(tracker, type) or not tracker.requires_logging_directory:
@@ -207,7 +207,7 @@ def filter_trackers(
 def _to_list(log_with: Any) -> list[Any]:
     """Return what was given, one by one; a set has no order, so the names give it one, which is the same on every process."""
     if isinstance(log_with, set | frozenset):
-        return sorted(log_with, key=lambda entry: str(getattr(entry, "name", entry)) if not isinstance(entry, str) else str(entry))
+        return sorted(log_with, key=lambda choice: str(getattr(choice, "name", choice)) if not isinstance(choice, str) else str(choice))
     return [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
 
 
@@ -256,7 +256,7 @@ def _known_names() -> list[str]:
 
 def _suggest(name: str) -> str:
     if "," in name:
-        return f" (several names are a list: {[entry.strip() for entry in name.split(',')]})"
+        return f" (several names are a list: {[part.strip() for part in name.split(',')]})"
     near = nearest(name, _known_names())
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
@@ -401,25 +401,12 @@ class Trackers:
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: _Keywords = None) -> None:
         """Send values to every tracker; `log_kwargs` has keywords for each by its name."""
-        if log_kwargs is not None:
-            self._check_names("log_kwargs", log_kwargs)
-        if not self.started:
-            self._warn_nowhere("log")
-        if type(values) is not dict and not isinstance(values, Mapping):
+        if not isinstance(values, Mapping):
             raise ConfigError(f'log({values!r}): values are a dict of names, as in log({{"loss": 0.5}}, step=1)')
-        if step is not None and type(step) is not int:
-            step = _to_int_step(step)
-        for tracker in self.started:
-            try:
-                if log_kwargs:
-                    tracker.log(values, step=step, **log_kwargs.get(tracker.name, {}))
-                else:
-                    tracker.log(values, step=step)
-            except Exception as error:
-                self._failed(tracker, "log", error)
+        self._send("log", "values", (values,), {}, step, log_kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: _Keywords = None) -> None:
-        """Send pictures by name (one, a list, or a batch each) to every tracker that keeps pictures; the others are named once."""
+        """Send images by name (one, a list, or a batch each) to every tracker that stores images; the others are named once."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f'log_images() has {describe_type(values)}: pictures are a dict of names, as in log_images({{"sample": picture}}, step=1)'
@@ -435,9 +422,7 @@ class Trackers:
         step: int | None = None,
         log_kwargs: _Keywords = None,
     ) -> None:
-        """Send a table (`observability/trackers/values.py` says what is one) to every tracker that keeps tables; the others are named
-        once.
-        """
+        """Send a table (see `make_table`) to every tracker that stores tables; the others are named once."""
         if not isinstance(table_name, str):
             raise ConfigError(f'log_table({table_name!r}): the first argument is the name of the table, as in log_table("answers", ...)')
         if isinstance(data, Iterator):
@@ -450,7 +435,7 @@ class Trackers:
         self._check_names("log_kwargs", log_kwargs)
         if not self.started:
             self._warn_nowhere(verb)
-        step = None if step is None else _to_int_step(step)
+        step = step if step is None or type(step) is int else _to_int_step(step)
         for tracker in self.started:
             method = getattr(tracker, verb, None)
             if method is None:
@@ -482,7 +467,7 @@ class Trackers:
             there = f"{', '.join(self.names)}: use {'that name' if len(self.names) == 1 else 'those names'}"
             raise ConfigError(f"{what} has {', '.join(unknown)}, but log_with has {there if self.names else 'no tracker'}")
         for name, some in keywords.items():
-            if not isinstance(some, Mapping) or not all(isinstance(entry, str) for entry in some):
+            if not isinstance(some, Mapping) or not all(isinstance(key, str) for key in some):
                 raise ConfigError(
                     f'{what}: what stands under {name}, {some!r}, are no keywords: write a dict, as in {{"{name}": {{"a": 1}}}}'
                 )
@@ -497,10 +482,10 @@ class Trackers:
         """Report what went wrong, once for each kind of error and each name of a value (`name`, where the error does not know it)."""
         kind = type(error).__name__
         if isinstance(error, RejectedValuesError):
-            fresh = [entry for entry in error.wrong if (kind, entry) not in self._reported.get((tracker.name, verb), ())]
+            fresh = [rejected for rejected in error.wrong if (kind, rejected) not in self._reported.get((tracker.name, verb), ())]
             if fresh:
                 by = "" if isinstance(error, UnsupportedTypeError) else f"tracker {tracker.name}, "
-                self._warn(tracker.name, verb, [(kind, entry) for entry in fresh], f"{error.text(fresh)} ({by}said once)")
+                self._warn(tracker.name, verb, [(kind, rejected) for rejected in fresh], f"{error.text(fresh)} ({by}said once)")
             return
         text = f"the tracker {tracker.name} failed in {verb} ({kind}: {error}); the run goes on, and this is said once"
         self._warn(tracker.name, verb, [(kind, name, str(getattr(error, "errno", "")))], text)

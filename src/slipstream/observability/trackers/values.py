@@ -59,11 +59,11 @@ def _to_plain(value: Any, above: tuple[int, ...]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _to_plain(getattr(value, field.name, None), above) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(_to_plain(key, above)): _to_plain(entry, above) for key, entry in value.items()}
+        return {str(_to_plain(key, above)): _to_plain(item, above) for key, item in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted((_to_plain(entry, above) for entry in value), key=lambda entry: (str(type(entry)), str(entry)))
+        return sorted((_to_plain(item, above) for item in value), key=lambda item: (str(type(item)), str(item)))
     if isinstance(value, list | tuple):
-        return [_to_plain(entry, above) for entry in value]
+        return [_to_plain(item, above) for item in value]
     return _from_array(value, above)
 
 
