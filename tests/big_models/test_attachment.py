@@ -48,7 +48,8 @@ def hooked(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
 
 
-def test_execution_hooks_go_where_tensors_are_and_no_hook_is() -> None:
+def test_execution_hooks_placed() -> None:
+    """Execution hooks go where tensors are and no hook is."""
     model = Called()
     attach_execution_device_hook(model.embed, "meta", skip_keys="cache")
     kept = model.embed._hf_hook
@@ -59,7 +60,8 @@ def test_execution_hooks_go_where_tensors_are_and_no_hook_is() -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_every_module_that_holds_tensors_is_offloaded(given: bool) -> None:
+def test_offload_every_module(given: bool) -> None:
+    """Every module that holds tensors is offloaded."""
     model = Called()
     expected, weights = model(IDS), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=weights if given else None)
@@ -73,7 +75,8 @@ def test_every_module_that_holds_tensors_is_offloaded(given: bool) -> None:
     assert torch.equal(model(IDS), expected)
 
 
-def test_preloaded_classes_bring_all_that_is_below_them() -> None:
+def test_preloaded_classes() -> None:
+    """Preloaded classes bring all that is below them."""
     model, x = nn.Sequential(Pair(), nn.Linear(3, 3)), torch.randn(2, 3)
     expected = model(x)
     attach_align_device_hook(model, execution_device="cpu", offload=True, preload_module_classes=["Pair"], offload_buffers=True)
@@ -83,7 +86,8 @@ def test_preloaded_classes_bring_all_that_is_below_them() -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_blocks_run_where_the_mapping_says() -> None:
+def test_blocks_follow_mapping() -> None:
+    """Blocks run where the mapping says."""
     model = Called()
     expected, weights = model(IDS), model.state_dict()
     devices = {"embed": "cpu", "body": "cpu", "head": "cpu"}
@@ -97,7 +101,8 @@ def test_blocks_run_where_the_mapping_says() -> None:
     assert torch.equal(model(IDS), expected)
 
 
-def test_one_device_or_one_flag_holds_for_every_block() -> None:
+def test_single_value_for_all_blocks() -> None:
+    """One device or one flag holds for every block."""
     model = Called()
     expected = model(IDS)
     attach_align_device_hook_on_blocks(model, "cpu", {"body": True, "embed": False, "head": False}, weights_map=model.state_dict())
@@ -110,7 +115,8 @@ def test_one_device_or_one_flag_holds_for_every_block() -> None:
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_a_model_without_mappings_is_one_block(offload: bool) -> None:
+def test_no_mapping_is_one_block(offload: bool) -> None:
+    """A model without mappings is one block."""
     model = Called()
     expected, weights = model(IDS), model.state_dict()
     attach_align_device_hook_on_blocks(model, "cpu", offload, weights_map=weights)
@@ -120,7 +126,8 @@ def test_a_model_without_mappings_is_one_block(offload: bool) -> None:
     assert torch.equal(model(IDS), expected)
 
 
-def test_unknown_blocks_and_texts_for_lists_are_refused() -> None:
+def test_unknown_blocks_refused() -> None:
+    """Unknown blocks and texts for lists are refused."""
     with pytest.raises(ConfigError, match="'bodi', which this Called does not have"):
         attach_align_device_hook_on_blocks(Called(), {"bodi": "cpu"}, False)
     with pytest.raises(ConfigError, match=r"write a list of names of classes: \['Pair'\]"):

@@ -21,7 +21,8 @@ NUMBERED = next(family for family in FAMILIES if family.indexed and family.plugi
 NAMED = next(family for family in FAMILIES if not family.indexed and family is not CPU)
 
 
-def test_a_budget_is_ordered_and_in_bytes() -> None:
+def test_budget_order_and_bytes() -> None:
+    """A budget is ordered and in bytes."""
     given = {"disk": "1TB", "cpu": "2GiB", NAMED.type: 5, 1: 0.5e3, 0: "0GB", f"{NUMBERED.type}:3": 7}
     found = get_max_memory(given)
     assert list(found.items()) == [(0, 0), (1, 500), (3, 7), (NAMED.type, 5), ("cpu", 2 * 2**30), ("disk", 10**12)]
@@ -30,26 +31,30 @@ def test_a_budget_is_ordered_and_in_bytes() -> None:
 
 @pytest.mark.parametrize("key", ["gpu0", -1, 1.5, True, None, "cpu:1", "disk:0", "meta", ""])
 def test_what_is_no_device_is_named(key: Any) -> None:
+    """What is no device is named."""
     with pytest.raises(ConfigError, match="max_memory has .*no device") as caught:
         get_max_memory({key: 100})
     assert repr(key) in str(caught.value)
 
 
 @pytest.mark.parametrize("size", ["12 boxes", -1, None, float("nan"), float("inf"), True, "5Gb", "", "-3GB"])
-def test_what_is_no_size_is_named_with_its_device(size: Any) -> None:
+def test_size_errors_name_device(size: Any) -> None:
+    """What is no size is named with its device."""
     with pytest.raises(ConfigError, match=r"max_memory\[1\]=") as caught:
         get_max_memory({0: 100, 1: size})
     assert repr(size) in str(caught.value)
 
 
-def test_a_device_named_twice_and_what_is_no_dict_are_refused() -> None:
+def test_duplicate_device_refused() -> None:
+    """A device named twice and what is no dict are refused."""
     with pytest.raises(ConfigError, match="names device 0 twice"):
         get_max_memory({0: 1, f"{NUMBERED.type}:0": 2})
     with pytest.raises(ConfigError, match="is no dict"):
         get_max_memory("10GiB")  # type: ignore[arg-type]
 
 
-def test_without_a_budget_it_is_what_is_free() -> None:
+def test_default_budget_is_free_memory() -> None:
+    """Without a budget it is what is free."""
     found = get_max_memory()
     assert found["cpu"] == pytest.approx(host_memory().available, rel=0.5)
 
@@ -60,6 +65,7 @@ def fake(family: Family, **functions: Any) -> Family:
 
 
 def test_what_is_free_on_accelerators() -> None:
+    """What is free on accelerators."""
     def free(device: Any) -> int | None:
         return {f"{NUMBERED.type}:0": 70, "cpu": 500, NAMED.type: 60}.get(str(device))
 
@@ -75,7 +81,8 @@ def layers(sizes: list[int]) -> nn.Module:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 4))
-def test_the_largest_share_is_as_small_as_it_can_be(sizes: list[int], devices: int) -> None:
+def test_largest_share_is_minimal(sizes: list[int], devices: int) -> None:
+    """The largest share is as small as it can be."""
     model = nn.ModuleList(layers([size]) for size in sizes)
     budget = get_balanced_memory(model, {device: 1000 for device in range(devices)})
     held = infer_auto_device_map(model, budget).held
@@ -88,20 +95,23 @@ def test_the_largest_share_is_as_small_as_it_can_be(sizes: list[int], devices: i
     assert max(held.values()) == smallest(sizes, devices)
 
 
-def test_shares_are_spread_over_all_devices() -> None:
+def test_shares_use_all_devices() -> None:
+    """Shares are spread over all devices."""
     model = nn.ModuleList(layers([10]) for _ in range(5))
     assert get_balanced_memory(model, {0: 99, 1: 99, 2: 99, 3: 99, "cpu": 7}) == {0: 20, 1: 10, 2: 10, 3: 99, "cpu": 7}
     assert get_balanced_memory(model, {0: 99, 1: 12, 2: 99, "cpu": 7}) == {0: 20, 1: 10, 2: 99, "cpu": 7}
 
 
-def test_low_zero_leaves_device_0_what_the_others_cannot_hold() -> None:
+def test_low_zero_spares_device_0() -> None:
+    """Low zero leaves device 0 what the others cannot hold."""
     model = nn.ModuleList(layers([10]) for _ in range(5))
     assert get_balanced_memory(model, {0: 99, 1: 99, 2: 99}, low_zero=True) == {0: 0, 1: 30, 2: 99}
     assert get_balanced_memory(model, {0: 99, 1: 25, 2: 15}, low_zero=True) == {0: 20, 1: 25, 2: 15}
     assert get_balanced_memory(model, {0: 99}, low_zero=True) == {0: 99}
 
 
-def test_a_budget_comes_back_where_there_is_nothing_to_balance() -> None:
+def test_unbalanced_budget_unchanged() -> None:
+    """A budget is returned where there is nothing to balance."""
     model = nn.ModuleList(layers([10]) for _ in range(5))
     assert get_balanced_memory(model, {"cpu": "1KB"}) == {"cpu": 1000}
     assert get_balanced_memory(model, {0: 0, "cpu": 30}) == {0: 0, "cpu": 30}
@@ -109,6 +119,7 @@ def test_a_budget_comes_back_where_there_is_nothing_to_balance() -> None:
 
 
 def test_classes_and_types_count() -> None:
+    """Classes and types count."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(3)))
     assert get_balanced_memory(model, {0: 999, 1: 999})[0] == 48
     model = nn.ModuleDict({str(number): child for number, child in enumerate(model)})

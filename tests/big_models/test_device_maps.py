@@ -169,7 +169,8 @@ def loads(plan: DeviceMap, items: list[Bundle], caps: dict, stay: bool) -> list[
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models(), BUDGETS, st.booleans(), st.booleans())
-def test_plans_equal_those_of_a_packer_that_tries_everything(model: nn.Module, budget: dict, offload_buffers: bool, clean: bool) -> None:
+def test_plans_equal_exhaustive_search(model: nn.Module, budget: dict, offload_buffers: bool, clean: bool) -> None:
+    """Plans equal those of a packer that tries everything."""
     stay = not offload_buffers
     items = bundles(model, stay)
     caps = {device: budget[device] for device in (0, 1, "cpu") if budget.get(device)} | {"disk": budget.get("disk", 10**9)}
@@ -204,7 +205,8 @@ def test_plans_equal_those_of_a_packer_that_tries_everything(model: nn.Module, b
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models(), BUDGETS, st.booleans())
-def test_filling_with_later_blocks_is_valid_and_never_worse(model: nn.Module, budget: dict, offload_buffers: bool) -> None:
+def test_fallback_is_never_worse(model: nn.Module, budget: dict, offload_buffers: bool) -> None:
+    """Filling with later blocks is valid and never worse."""
     stay = not offload_buffers
     items = bundles(model, stay)
     caps = {device: budget[device] for device in (0, 1, "cpu") if budget.get(device)} | {"disk": budget.get("disk", 10**9)}
@@ -246,7 +248,8 @@ class Big(nn.Module):
 EMBED, BLOCK, HEAD = 16 * 8 * 4, (8 * 32 * 2 + 40) * 4, 16 * 8 * 4
 
 
-def test_everything_that_fits_on_one_device_is_one_entry_and_nothing_is_kept_free() -> None:
+def test_single_device_is_one_entry() -> None:
+    """Everything that fits on one device is one entry and nothing is kept free."""
     whole = compute_module_sizes(Big())[""]
     plan = infer_auto_device_map(Big(), {0: whole, 1: whole, "cpu": whole}, no_split_module_classes=["Block"])
     assert plan == {"": 0}
@@ -254,6 +257,7 @@ def test_everything_that_fits_on_one_device_is_one_entry_and_nothing_is_kept_fre
 
 
 def test_devices_are_filled_in_order() -> None:
+    """Devices are filled in order."""
     plan = infer_auto_device_map(Big(), {1: 2 * BLOCK, 0: EMBED + BLOCK, "cpu": 10**6}, no_split_module_classes={"Block"})
     assert plan == {"embed": 0, "blocks.0": 1, "blocks.1": 1, "blocks.2": "cpu", "blocks.3": "cpu", "head": "cpu"}
     assert (plan.main_device, plan.held[0], plan.reserved) == (0, EMBED, {0: BLOCK})
@@ -261,7 +265,8 @@ def test_devices_are_filled_in_order() -> None:
     assert plan == {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 2, "head": 2}
 
 
-def test_room_for_the_largest_offloaded_layer_is_kept_where_it_runs() -> None:
+def test_largest_offloaded_layer_reserved() -> None:
+    """Room for the largest offloaded layer is kept where it runs."""
     model = Big()
     plan = infer_auto_device_map(model, {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block")
     assert plan == {"embed": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": "cpu", "blocks.3": "cpu", "head": "cpu"}
@@ -273,7 +278,8 @@ def test_room_for_the_largest_offloaded_layer_is_kept_where_it_runs() -> None:
     assert plan == {"": "cpu"}
 
 
-def test_the_processor_keeps_room_to_read_layers_ahead() -> None:
+def test_prefetch_room_on_cpu() -> None:
+    """The CPU keeps room to read layers ahead."""
     model = Big()
     plan = infer_auto_device_map(model, {"cpu": EMBED + 3 * BLOCK}, no_split_module_classes="Block")
     assert plan == {"embed": "cpu", "blocks.0": "cpu", "blocks.1": "disk", "blocks.2": "disk", "blocks.3": "disk", "head": "disk"}
@@ -285,7 +291,8 @@ def test_the_processor_keeps_room_to_read_layers_ahead() -> None:
         infer_auto_device_map(model, {"cpu": 10**6}, read_ahead=-1)
 
 
-def test_what_may_be_split_is_and_its_own_tensors_have_entries() -> None:
+def test_split_modules_and_own_tensors() -> None:
+    """What may be split is and its own tensors have entries."""
     block = Block(8)
     block.scale = nn.Parameter(torch.ones(4))
     block.register_buffer("table", torch.ones(2))
@@ -295,12 +302,14 @@ def test_what_may_be_split_is_and_its_own_tensors_have_entries() -> None:
     check_device_map(model, plan)
 
 
-def test_layers_stay_apart_if_the_result_is_not_cleaned() -> None:
+def test_clean_result_false() -> None:
+    """Layers stay apart if the result is not cleaned."""
     plan = infer_auto_device_map(nn.Sequential(Block(2), nn.ReLU()), {0: 10**6}, clean_result=False)
     assert plan == {"0.up": 0, "0.act": 0, "0.down": 0, "1": 0}
 
 
-def test_tied_weights_go_together_and_count_once() -> None:
+def test_tied_weights_together() -> None:
+    """Tied weights go together and count once."""
     model = Big()
     model.head.weight = model.embed.weight
     plan = infer_auto_device_map(model, {0: EMBED + 2 * BLOCK, 1: 10**6}, no_split_module_classes=["Block"])
@@ -309,7 +318,8 @@ def test_tied_weights_go_together_and_count_once() -> None:
     assert sum(plan.held.values()) == EMBED + 4 * BLOCK
 
 
-def test_what_is_around_a_tied_head_comes_along_where_that_is_better() -> None:
+def test_module_around_tied_head() -> None:
+    """What is around a tied head comes along where that is better."""
     model = nn.ModuleDict({"embed": Leaf(10, 0), "body": Leaf(40, 0), "top": nn.ModuleDict({"norm": Leaf(5, 0), "head": Leaf(10, 0)})})
     model["top"]["head"].weight = model["embed"].weight
     assert infer_auto_device_map(model, {0: 20, 1: 40}) == {"embed": 0, "body": 1, "top": 0}
@@ -317,7 +327,8 @@ def test_what_is_around_a_tied_head_comes_along_where_that_is_better() -> None:
     assert infer_auto_device_map(model, {0: 50, 1: 99}) == {"embed": 0, "body": 0, "top.norm": 1, "top.head": 0}
 
 
-def test_buffers_of_offloaded_layers_are_counted_where_they_stay() -> None:
+def test_buffers_counted_where_they_stay() -> None:
+    """Buffers of offloaded layers are counted where they stay."""
     model = nn.Sequential(*(Leaf(10, 6) for _ in range(4)))
     stay = infer_auto_device_map(model, {0: 60, "cpu": 1000})
     assert (list(stay.values()), stay.held, stay.reserved) == ([0, 0, "cpu", "cpu"], {0: 44, "cpu": 20}, {0: 10})
@@ -329,6 +340,7 @@ def test_buffers_of_offloaded_layers_are_counted_where_they_stay() -> None:
 
 
 def test_room_for_activations_is_kept() -> None:
+    """Room for activations is kept."""
     model = nn.Sequential(*(Leaf(10, 0) for _ in range(4)))
     assert infer_auto_device_map(model, {0: 40, "cpu": 99}) == {"": 0}
     plan = infer_auto_device_map(model, {0: 40, "cpu": 99}, activations=5)
@@ -340,10 +352,12 @@ def test_room_for_activations_is_kept() -> None:
 
 
 def test_types_change_what_fits() -> None:
+    """Types change what fits."""
     assert infer_auto_device_map(Big(), {0: compute_module_sizes(Big())[""] // 2}, dtype=torch.float16) == {"": 0}
 
 
-def test_a_later_block_fills_the_room_that_the_next_one_leaves() -> None:
+def test_fallback_fills_room() -> None:
+    """A later block fills the room that the next one leaves."""
     model = nn.Sequential(Leaf(50, 0), Leaf(8, 0), Leaf(10, 0))
     assert infer_auto_device_map(model, {0: 20, 1: 70}) == {"": 1}
     plan = infer_auto_device_map(model, {0: 20, 1: 70}, fallback_allocation=True)
@@ -351,7 +365,8 @@ def test_a_later_block_fills_the_room_that_the_next_one_leaves() -> None:
     assert infer_auto_device_map(model, {0: 10, 1: 70}, fallback_allocation=True) == {"0": 1, "1": 1, "2": 0}
 
 
-def test_attention_of_torch_is_not_taken_apart() -> None:
+def test_torch_attention_stays_whole() -> None:
+    """Attention of torch is not taken apart."""
     model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     sizes = compute_module_sizes(model)
     plan = infer_auto_device_map(model, {0: sizes["0"] - 1, 1: sizes["0"], 2: sizes["1"]})
@@ -362,30 +377,35 @@ def test_attention_of_torch_is_not_taken_apart() -> None:
     ("budget", "missing"),
     [({"cpu": 100}, BLOCK - 100), ({0: 300, "cpu": 100}, BLOCK - 300), ({0: BLOCK - 1}, 1), ({0: 300, "cpu": 100, "disk": 0}, BLOCK - 300)],
 )
-def test_a_layer_that_fits_nowhere_is_named_with_what_is_missing(budget: dict, missing: int) -> None:
+def test_unplaceable_layer_named(budget: dict, missing: int) -> None:
+    """A layer that fits nowhere is named with what is missing."""
     with pytest.raises(ConfigError, match=rf"blocks\.0, fits on no device.*{missing} bytes too small.*Raise max_memory"):
         infer_auto_device_map(Big(), budget, no_split_module_classes="Block")
 
 
-def test_a_model_that_does_not_fit_without_disk_says_what_is_left_over() -> None:
+def test_no_room_without_disk() -> None:
+    """A model that does not fit without disk says what is left over."""
     with pytest.raises(ConfigError, match="20 bytes have no place"):
         infer_auto_device_map(nn.Sequential(*(Leaf(10, 0) for _ in range(5))), {0: 20, "cpu": 20, "disk": 0})
     with pytest.raises(ConfigError, match="no device that could run the model"):
         infer_auto_device_map(Big(), {"disk": 100})
 
 
-def test_a_device_too_small_for_anything_is_passed_over_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_device_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A device too small for anything is passed over with a word."""
     plan = infer_auto_device_map(Big(), {0: 100, "cpu": 10**6})
     assert plan == {"": "cpu"}
     assert "Device 0 is not used" in caplog.text
 
 
-def test_all_of_it_passes_through_a_device_that_can_hold_one_layer_only() -> None:
+def test_one_layer_device_runs_all() -> None:
+    """All of it passes through a device that can hold one layer only."""
     plan = infer_auto_device_map(nn.Sequential(*(Leaf(10, 0) for _ in range(4))), {0: 12, "cpu": 5})
     assert (plan, plan.main_device, plan.reserved) == ({"": "disk"}, 0, {0: 10})
 
 
-def test_a_plan_is_a_dict_that_keeps_what_it_knows() -> None:
+def test_plan_is_a_dict() -> None:
+    """A plan is a dict that keeps what it knows."""
     plan = infer_auto_device_map(Big(), {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block")
     assert json.loads(json.dumps(plan)) == dict(plan) == plan
     for other in (copy.copy(plan), copy.deepcopy(plan), plan.copy()):
@@ -396,7 +416,8 @@ def test_a_plan_is_a_dict_that_keeps_what_it_knows() -> None:
     assert sum(plan.sizes.values()) == sum(plan.held.values())
 
 
-def test_what_modules_share_counts_once_in_a_table_as_it_does_on_the_device() -> None:
+def test_shared_modules_counted_once() -> None:
+    """What modules share counts once in a table as it does on the device."""
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     model[2].weight = model[0].weight  # type: ignore[assignment]
     model.append(model[1])
@@ -406,6 +427,7 @@ def test_what_modules_share_counts_once_in_a_table_as_it_does_on_the_device() ->
 
 
 def test_the_table_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table says why."""
     plan = infer_auto_device_map(Big(), {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block", verbose=True)
     printed = capsys.readouterr().out
     assert printed.strip() == plan.table()
@@ -415,7 +437,8 @@ def test_the_table_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.reasons["blocks.1"] == "fits, after blocks.0"
 
 
-def test_a_skeleton_is_as_good_as_a_model_and_an_empty_model_has_a_place() -> None:
+def test_plan_of_meta_and_empty_model() -> None:
+    """A model without weights is as good as a model and an empty model has a place."""
     with init_empty_weights():
         skeleton = Big()
     budget = {0: EMBED + 3 * BLOCK, "cpu": 10**6}
@@ -427,13 +450,15 @@ def test_a_skeleton_is_as_good_as_a_model_and_an_empty_model_has_a_place() -> No
 
 
 def test_the_longest_name_decides() -> None:
+    """The longest name decides."""
     device_map = {"": "cpu", "blocks.1": 0, "blocks.1.down": 1}
     names = ["embed.weight", "blocks.1", "blocks.1.up.bias", "blocks.1.down.weight", "blocks.10.up", "blocks"]
     assert [device_map[find_entry(device_map, name)] for name in names] == ["cpu", 0, 0, 1, "cpu", "cpu"]
     assert find_entry({"embed": 0}, "head.weight") is None
 
 
-def test_maps_that_do_not_fit_the_model_are_refused_by_name() -> None:
+def test_wrong_maps_refused() -> None:
+    """Maps that do not fit the model are refused by name."""
     good = {"embed": 0, "blocks": torch.device("cpu"), "blocks.1.up.weight": "meta", "head.weight": "disk"}
     check_device_map(Big(), good)
     with pytest.raises(ConfigError, match=r"no device for head\.weight\."):
@@ -446,7 +471,8 @@ def test_maps_that_do_not_fit_the_model_are_refused_by_name() -> None:
         check_device_map(Big(), "auto")  # type: ignore[arg-type]
 
 
-def test_children_on_one_device_are_merged_in_place() -> None:
+def test_children_merged_in_place() -> None:
+    """Children on one device are merged in place."""
     device_map = {"a.x": 0, "a.y": 0, "b.1.x": 1, "b.1.y": 1, "b.10": 0, "c": 1}
     assert clean_device_map(device_map) is device_map
     assert list(device_map.items()) == [("a", 0), ("b.1", 1), ("b.10", 0), ("c", 1)]
@@ -455,7 +481,8 @@ def test_children_on_one_device_are_merged_in_place() -> None:
     assert clean_device_map({}) == {}
 
 
-def test_a_later_block_that_fits_is_found_with_its_ties() -> None:
+def test_fallback_allocate_with_ties() -> None:
+    """A later block that fits is found with its ties."""
     model = Big(depth=1)
     sizes = compute_module_sizes(model)
     modules = [*model.named_children()]

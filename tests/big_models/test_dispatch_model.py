@@ -1,4 +1,4 @@
-"""Models that are spread over memory and disk give the same numbers, and hold what they should."""
+"""Dispatched models compute the same outputs, and hold in memory what they should."""
 
 import copy
 import gc
@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
-from spread_models import TOKENS, Small, meta_names, run, skeleton, small
+from models_to_dispatch import TOKENS, Small, empty_model, meta_names, run, small
 from torch import nn
 
 from slipstream.big_models import dispatch
@@ -31,56 +31,64 @@ def written(folder):
 
 @settings(max_examples=25, deadline=None)
 @given(st.dictionaries(st.sampled_from(MODULES[1:]), st.sampled_from(["cpu", "disk"])), st.sampled_from(["cpu", "disk"]), st.booleans())
-def test_every_map_gives_the_same_numbers_again_and_again(entries, rest, offload_buffers):
+def test_every_map_same_outputs(entries, rest, offload_buffers):
+    """Every map gives the same numbers again and again."""
     model, expected = small(), run(small())
     dispatch_model(model, {"": rest, **entries}, offload_buffers=offload_buffers)
     assert torch.equal(run(model), expected)
     assert torch.equal(run(model), expected)
 
 
-def test_weights_for_the_disk_are_away_between_forwards_and_the_others_in_memory(tmp_path):
+def test_disk_weights_offloaded_between_forwards(tmp_path):
+    """Weights for the disk are offloaded between forwards and the others in memory."""
     model = dispatch_model(small(), MIXED, offload_dir=tmp_path)
     away = {f"layers.{n}.{name}.{kind}" for n in (0, 2) for name in ("up", "down") for kind in ("weight", "bias")}
     assert meta_names(model) == {*away, "norm.weight", "norm.bias"}
     assert model.hf_device_map == MIXED
 
 
-def test_a_tied_weight_that_one_module_keeps_in_memory_is_there_for_both():
+def test_tied_weight_kept_in_memory():
+    """A tied weight that one module keeps in memory is there for both."""
     model = dispatch_model(small(), MIXED)
     assert model.head.weight is model.embed.weight
     assert not model.head.weight.is_meta
 
 
-def test_a_tied_weight_on_the_disk_is_written_once(tmp_path):
+def test_tied_weight_written_once(tmp_path):
+    """A tied weight on the disk is written once."""
     dispatch_model(small(), {"": "cpu", "embed": "disk", "head": "disk"}, offload_dir=tmp_path)
     assert sum((tmp_path / name).stat().st_size for name in written(tmp_path)) < 2 * 16 * 8 * 4
 
 
-def test_small_blocks_share_a_file_and_an_index_tells_a_later_process(tmp_path):
+def test_small_blocks_share_file(tmp_path):
+    """Small blocks share a file and an index tells a later process."""
     expected = run(small())
     dispatch_model(small(), {"": "cpu", "layers": "disk"}, offload_dir=tmp_path)
     assert len(written(tmp_path)) == 1
-    later = skeleton()
+    later = empty_model()
     state = {name: value for name, value in small().state_dict().items() if not name.startswith("layers.")}
     later = dispatch_model(later, {"": "cpu", "layers": "disk"}, state_dict=state, offload_dir=tmp_path)
     assert torch.equal(run(later), expected)
 
 
-def test_large_blocks_have_files_of_their_own(tmp_path, monkeypatch):
+def test_large_blocks_own_files(tmp_path, monkeypatch):
+    """Large blocks have files of their own."""
     monkeypatch.setattr(dispatch, "_SMALL_FILE", 1500)
     model = dispatch_model(small(), {"": "cpu", "layers": "disk"}, offload_dir=tmp_path)
     assert len(written(tmp_path)) == 3
     assert torch.equal(run(model), run(small()))
 
 
-def test_values_in_memory_go_before_an_old_index_of_the_folder(tmp_path):
+def test_memory_before_old_index(tmp_path):
+    """Values in memory go before an old index of the folder."""
     dispatch_model(small(seed=1), {"": "disk"}, offload_dir=tmp_path)
     model = dispatch_model(small(seed=0), {"": "disk"}, offload_dir=tmp_path)
     assert torch.equal(run(model), run(small(seed=0)))
     assert len(written(tmp_path)) == 1
 
 
-def test_without_a_folder_a_temporary_one_goes_with_the_model(caplog):
+def test_temporary_folder_removed(caplog):
+    """Without a folder a temporary one goes with the model."""
     model = dispatch_model(small(), {"": "cpu", "layers": "disk"})
     folder = caplog.text.split("written to ")[1].split(",")[0]
     assert len(written(folder)) == 1
@@ -89,7 +97,8 @@ def test_without_a_folder_a_temporary_one_goes_with_the_model(caplog):
     assert not os.path.exists(folder)
 
 
-def test_an_index_of_the_caller_is_used_in_place(tmp_path):
+def test_offload_index_used_in_place(tmp_path):
+    """An index of the caller is used in place."""
     safetensors.torch.save_file({"table": small().embed.weight.detach()}, tmp_path / "mine.safetensors")
     entry = {"safetensors_file": str(tmp_path / "mine.safetensors"), "weight_name": "table", "dtype": "float32"}
     model = small()
@@ -98,13 +107,15 @@ def test_an_index_of_the_caller_is_used_in_place(tmp_path):
     assert torch.equal(run(model), run(small()))
 
 
-def test_the_state_dict_of_a_spread_model_is_whole():
+def test_state_dict_is_complete():
+    """The state dict of a dispatched model is whole."""
     model = dispatch_model(small(), MIXED)
     expected = small().state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def test_hooks_that_are_taken_off_leave_the_plain_model():
+def test_remove_hooks_restores_model():
+    """Hooks that are taken off leave the plain model."""
     model = dispatch_model(small(), MIXED)
     remove_hook_from_submodules(model)
     assert meta_names(model) == set()
@@ -112,12 +123,14 @@ def test_hooks_that_are_taken_off_leave_the_plain_model():
 
 
 def test_a_copy_runs_like_the_model():
+    """A copy runs like the model."""
     model = dispatch_model(small(), MIXED)
     assert torch.equal(run(copy.deepcopy(model)), run(small()))
 
 
 @pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.half(), lambda model: model.to(torch.float64)])
-def test_a_model_with_offloaded_modules_refuses_to_be_moved_or_converted(move):
+def test_moving_offloaded_model_refused(move):
+    """A model with offloaded modules refuses to be moved or converted."""
     model = dispatch_model(small(), MIXED)
     with pytest.raises(StateError, match="offloaded modules"):
         move(model)
@@ -129,7 +142,8 @@ def hook_counts(model):
 
 
 @pytest.mark.parametrize("again", [{"": "disk"}, {"": "cpu"}, MIXED, {"": "cpu", "layers": "disk"}])
-def test_what_is_spread_may_be_spread_again_and_its_hooks_are_replaced(again):
+def test_dispatch_again_replaces_hooks(again):
+    """What is dispatched may be dispatched again and its hooks are replaced."""
     model = dispatch_model(dispatch_model(small(), {"": "disk"}), MIXED)  # both into temporary folders
     dispatch_model(model, again)
     gc.collect()
@@ -139,14 +153,16 @@ def test_what_is_spread_may_be_spread_again_and_its_hooks_are_replaced(again):
     assert dispatch_model(model, {"": "cpu"}).head.weight is model.embed.weight  # tied as before
 
 
-def test_weights_of_a_spread_model_are_those_it_had_whatever_its_folder_holds_now(tmp_path):
+def test_redispatch_keeps_weights(tmp_path):
+    """Weights of a dispatched model are those it had whatever its folder holds now."""
     model = dispatch_model(small(seed=0), {"": "disk"}, offload_dir=tmp_path)
     dispatch_model(small(seed=1), {"": "disk"}, offload_dir=tmp_path)
     dispatch_model(model, {"": "cpu", "layers": "disk"})
     assert torch.equal(run(model), run(small(seed=0)))
 
 
-def test_a_second_offload_to_memory_and_another_kind_of_hook(tmp_path):
+def test_second_cpu_offload_keeps_hooks(tmp_path):
+    """A second offload to memory and another kind of hook."""
     class Doubling(ModelHook):
         def post_forward(self, module, output):
             return output * 2
@@ -161,32 +177,37 @@ def test_a_second_offload_to_memory_and_another_kind_of_hook(tmp_path):
     assert torch.equal(run(model), 2 * run(small()))
 
 
-def test_what_cannot_be_spread_again_stays_as_it_was():
+def test_failed_redispatch_changes_nothing():
+    """What cannot be dispatched again stays as it was."""
     model = dispatch_model(small(), MIXED)
     with pytest.raises(ConfigError, match="limit"):
         dispatch_model(model, {"": "disk"}, limit=100)
     assert torch.equal(run(model), run(small()))
 
 
-def test_a_spread_model_is_not_pickled_but_says_what_to_save():
+def test_pickling_refused():
+    """A dispatched model is not pickled but says what to save."""
     with pytest.raises(StateError, match="save_model"):
         torch.save(dispatch_model(small(), MIXED), io.BytesIO())
 
 
-def test_under_autocast_the_numbers_are_those_of_the_plain_model():
+def test_autocast_same_outputs():
+    """Under autocast the numbers are those of the plain model."""
     model, plain = dispatch_model(small(), {"": "disk"}), small()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(run(model), run(plain))
 
 
-def test_a_single_device_needs_no_hooks_unless_they_are_forced():
+def test_single_device_without_hooks():
+    """A single device needs no hooks unless they are forced."""
     assert not hasattr(dispatch_model(small(), {"": "cpu"}), "_hf_hook")
     model = dispatch_model(small(), {"": "cpu"}, force_hooks=True)
     assert model._hf_hook.io_same_device
     assert torch.equal(run(model), run(small()))
 
 
-def test_a_plan_with_a_budget_limits_what_is_in_memory():
+def test_plan_budget_is_limit():
+    """A plan with a budget limits what is in memory."""
     model = small()
     plan = infer_auto_device_map(model, {"cpu": 4000}, no_split_module_classes=["Layer"])
     dispatch_model(model, plan)
@@ -197,14 +218,15 @@ def test_a_plan_with_a_budget_limits_what_is_in_memory():
     assert torch.equal(run(model), run(small()))
 
 
-def test_a_limit_cuts_blocks_so_that_several_fit():
+def test_limit_divides_blocks():
+    """A limit cuts blocks so that several fit."""
     model = dispatch_model(small(), {"": "disk"}, limit=4000)
     assert torch.equal(run(model), run(small()))
     sizes = [block.size for block in model._hf_hook.weights_map.dataset.store.blocks]
     assert max(sizes) <= 4000 // 3
 
 
-def test_what_lies_between_the_tensors_of_a_block_counts_towards_the_limit_before_anything_runs(tmp_path):
+def test_gaps_count_towards_limit(tmp_path):
     """Buffers stay in memory, but share pages with the weights around them in the file."""
 
     class Mixed(nn.Module):
@@ -239,7 +261,8 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_layers_of_an_encoder_are_blocks_if_it_does_not_fit_and_what_it_does_otherwise_is_told(grad, caplog):
+def test_encoder_layers_as_blocks(grad, caplog):
+    """Layers of an encoder are blocks if it does not fit and what it does otherwise is reported."""
     model, inputs = Encoder().eval(), torch.randn(2, 3, 8)
     with torch.set_grad_enabled(grad):
         expected = model(inputs)
@@ -252,7 +275,8 @@ def test_layers_of_an_encoder_are_blocks_if_it_does_not_fit_and_what_it_does_oth
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_single_tensors_of_modules_that_use_weights_of_their_children(every, grad):
+def test_single_tensor_entries_of_composites(every, grad):
+    """Single tensors of modules that use weights of their children."""
     model, inputs = Encoder().eval(), torch.randn(2, 3, 8)
     device_map = {name: "cpu" if number % every else "disk" for number, (name, _) in enumerate(model.named_parameters())}
     with torch.set_grad_enabled(grad):
@@ -260,14 +284,16 @@ def test_single_tensors_of_modules_that_use_weights_of_their_children(every, gra
         assert torch.equal(dispatch_model(model, device_map)(inputs), expected)
 
 
-def test_a_limit_below_the_largest_block_is_refused_before_anything_changes():
+def test_limit_below_largest_block():
+    """A limit below the largest block is refused before anything changes."""
     model = small()
     with pytest.raises(ConfigError, match="limit"):
         dispatch_model(model, {"": "disk"}, limit=100)
     assert meta_names(model) == set()
 
 
-def test_parameters_that_no_module_call_reaches_stay_in_memory_and_it_is_said(caplog):
+def test_unreached_parameters_stay(caplog):
+    """Parameters that no module call reaches stay in memory and it is logged."""
     class Listed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -293,19 +319,22 @@ def test_parameters_that_no_module_call_reaches_stay_in_memory_and_it_is_said(ca
         ("auto", "infer_auto_device_map"),
     ],
 )
-def test_a_map_that_does_not_fit_names_the_module_and_the_remedy(device_map, said):
+def test_map_errors_name_module(device_map, said):
+    """A map that does not fit names the module and the remedy."""
     with pytest.raises(ConfigError, match=said):
         dispatch_model(small(), device_map)
 
 
-def test_a_model_without_values_is_refused_with_what_to_do():
+def test_meta_model_refused():
+    """A model without values is refused with what to do."""
     with pytest.raises(ConfigError, match=r"scale, .*without values.*load_checkpoint_and_dispatch"):
-        dispatch_model(skeleton(), {"": "cpu", "layers": "disk"})
+        dispatch_model(empty_model(), {"": "cpu", "layers": "disk"})
     with pytest.raises(ConfigError, match="without values"):
-        dispatch_model(skeleton(), {"": "cpu"})
+        dispatch_model(empty_model(), {"": "cpu"})
 
 
-def test_names_of_classes_and_tensors_that_the_model_has_not_are_told_with_those_that_are_near(caplog):
+def test_unknown_names_warned(caplog):
+    """Names of classes and tensors that the model has not are reported with those that are near."""
     infer_auto_device_map(small(), {"cpu": "1MB"}, ["Layr"], special_dtypes={"hed.weight": torch.float16})
     assert "no_split_module_classes names the class Layr (did you mean Layer?)" in caplog.text
     assert "special_dtypes names the tensor hed.weight (did you mean head.weight?)" in caplog.text
@@ -316,7 +345,8 @@ def test_names_of_classes_and_tensors_that_the_model_has_not_are_told_with_those
         cpu_offload(small(), preload_module_classes="Layer")
 
 
-def test_classes_that_a_model_itself_names_need_not_be_there(caplog):
+def test_own_class_names_not_warned(caplog):
+    """Classes that a model itself names need not be there."""
     model = small()
     model._no_split_modules = ["Layer", "Other"]
     plan_device_map(model, "auto", {"cpu": "1MB"})
@@ -324,7 +354,8 @@ def test_classes_that_a_model_itself_names_need_not_be_there(caplog):
     assert "Other" not in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_before_anything_changes(tmp_path):
+def test_unwritable_folder_changes_nothing(tmp_path):
+    """A folder that cannot be written is an error before anything changes."""
     (tmp_path / "file").write_text("")
     model = small()
     with pytest.raises(CheckpointError, match="offload_dir cannot take .* Something on the way is a file .* choose another folder"):
@@ -335,7 +366,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_changes(tmp
     assert torch.equal(run(model), run(small()))
 
 
-def test_a_full_disk_leaves_the_model_as_it_was(tmp_path):
+def test_full_disk_changes_nothing(tmp_path):
+    """A full disk leaves the model as it was."""
     model = small()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
@@ -348,43 +380,49 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path):
     assert torch.equal(run(model), run(small()))
 
 
-def test_disk_offload_writes_once_and_a_skeleton_takes_it_from_there(tmp_path):
+def test_disk_offload_written_once(tmp_path):
+    """Disk offload writes once and a model without weights takes it from there."""
     expected = run(small())
     model = disk_offload(small(), tmp_path)
     assert meta_names(model) == {name for name, _ in small().named_parameters(remove_duplicate=False)}
     assert torch.equal(run(model), expected)
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in written(tmp_path)}
-    assert torch.equal(run(disk_offload(skeleton(), tmp_path)), expected)  # its buffers are there too
+    assert torch.equal(run(disk_offload(empty_model(), tmp_path)), expected)  # its buffers are there too
     assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in written(tmp_path)}
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
-def test_cpu_offload_runs_on_the_processor_too(offload_buffers):
+def test_cpu_offload_on_cpu(offload_buffers):
+    """Cpu offload runs on the CPU too."""
     model = cpu_offload(small(), "cpu", offload_buffers=offload_buffers)
     assert meta_names(model) == {name for name, _ in small().named_parameters(remove_duplicate=False)}
     assert model.norm.running_mean.is_meta is offload_buffers
     assert torch.equal(run(model), run(small()))
 
 
-def test_cpu_offload_takes_weights_from_a_state_dict():
-    assert torch.equal(run(cpu_offload(skeleton(), "cpu", state_dict=small().state_dict())), run(small()))
+def test_cpu_offload_from_state_dict():
+    """Cpu offload takes weights from a state dict."""
+    assert torch.equal(run(cpu_offload(empty_model(), "cpu", state_dict=small().state_dict())), run(small()))
 
 
 def test_a_whole_model_on_demand():
+    """A whole model on demand."""
     model, handle = cpu_offload_with_hook(small(), execution_device="cpu")
     assert torch.equal(run(model), run(small()))
     handle.remove()
     assert not hasattr(model, "_hf_hook")
 
 
-def test_the_check_of_maps_is_looked_up_when_it_is_called(monkeypatch):
+def test_check_device_map_late_binding(monkeypatch):
+    """The check of maps is looked up when it is called."""
     asked = []
     monkeypatch.setattr(dispatch, "check_device_map", lambda model, device_map: asked.append(device_map))
     dispatch_model(small(), {"": "cpu"})
     assert asked == [{"": "cpu"}]
 
 
-def test_layers_that_are_trained_in_memory_get_gradients_through_offloaded_ones():
+def test_gradients_through_offloaded_layers():
+    """Layers that are trained in memory get gradients through offloaded ones."""
     plain, model = Small(), Small()
     model.load_state_dict(plain.state_dict())
     for entry in (plain, model):

@@ -38,7 +38,8 @@ class Rotary(nn.Module):
         self.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
 
 
-def test_parameters_are_empty_and_buffers_have_their_values() -> None:
+def test_parameters_empty_buffers_real() -> None:
+    """Parameters are empty and buffers have their values."""
     with init_empty_weights():
         model = Rotary()
     assert model.weight.is_meta
@@ -54,6 +55,7 @@ def test_parameters_are_empty_and_buffers_have_their_values() -> None:
 
 
 def test_buffers_are_empty_too_if_asked() -> None:
+    """Buffers are empty too if asked."""
     with init_empty_weights(include_buffers=True):
         model = nn.Sequential(nn.BatchNorm1d(3), Rotary())
         model.register_buffer("late", torch.from_numpy(torch.ones(2, device="cpu").numpy()))
@@ -69,7 +71,8 @@ def test_no_memory_is_asked_for() -> None:
     assert drawn[0].is_meta
 
 
-def test_class_attributes_and_ties_are_kept() -> None:
+def test_class_attributes_and_ties() -> None:
+    """Class attributes and ties are kept."""
     weight = Tagged(torch.ones(2, 2), requires_grad=False)
     weight.tag = "mine"
     with init_empty_weights():
@@ -89,7 +92,8 @@ def test_class_attributes_and_ties_are_kept() -> None:
     assert lazy.weight.is_meta
 
 
-def test_the_inner_context_wins_and_the_outer_goes_on() -> None:
+def test_inner_context_wins() -> None:
+    """The inner context wins and the outer continues."""
     with init_empty_weights(include_buffers=True):
         with init_on_device("cpu"):
             inside = nn.Sequential(nn.Linear(LARGE, LARGE), nn.BatchNorm1d(2))
@@ -104,6 +108,7 @@ def test_the_inner_context_wins_and_the_outer_goes_on() -> None:
 
 @pytest.mark.parametrize("include_buffers", [False, True])
 def test_an_error_leaves_nothing_behind(include_buffers: bool) -> None:
+    """An error leaves nothing behind."""
     with pytest.raises(ZeroDivisionError), init_empty_weights(include_buffers):
         _ = 1 / 0
     assert not nn.Linear(2, 2).weight.is_meta
@@ -113,6 +118,7 @@ def test_an_error_leaves_nothing_behind(include_buffers: bool) -> None:
 
 
 def test_other_threads_build_as_always() -> None:
+    """Other threads build as always."""
     built: list[nn.Module] = []
 
     def build() -> None:
@@ -129,7 +135,8 @@ def test_other_threads_build_as_always() -> None:
     assert not any(tensor.is_meta for model in built for tensor in [*model.parameters(), *model.buffers()])
 
 
-def test_a_model_of_transformers_has_its_weights_tied_and_empty() -> None:
+def test_transformers_model_tied_and_empty() -> None:
+    """A model of transformers has its weights tied and empty."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=5000, tie_word_embeddings=True
@@ -144,6 +151,7 @@ def test_a_model_of_transformers_has_its_weights_tied_and_empty() -> None:
     }
 
 
-def test_a_device_that_is_none_is_named() -> None:
+def test_unknown_device_named() -> None:
+    """A device that is none is named."""
     with pytest.raises(ConfigError, match="'gpu7'"), init_on_device("gpu7"):
         nn.Linear(1, 1)

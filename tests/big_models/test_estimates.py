@@ -65,7 +65,8 @@ def stepping(dtype: str):
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_what_is_measured_on_shapes_is_what_a_real_run_keeps(dtype, autocast):
+def test_measured_equals_real_run(dtype, autocast):
+    """What is measured on shapes is what a real run keeps."""
     model = decoder().train()
     with plain_transformers_paths():
         found = measure(model, tokens("meta"), dtype=dtype, autocast=autocast)
@@ -83,14 +84,16 @@ def test_what_is_measured_on_shapes_is_what_a_real_run_keeps(dtype, autocast):
     assert real <= found.kept <= real * 1.03 + logits
 
 
-def test_the_peak_of_a_step_is_what_the_allocator_sees():
+def test_peak_equals_allocator():
+    """The peak of a step is what the allocator sees."""
     model = decoder(num_hidden_layers=2).train()
     with plain_transformers_paths():
         found = measure(model, tokens("meta"), dtype=torch.float32)
     assert found.peak == pytest.approx(most_allocated("test_estimates:stepping", "float32")["float32"], rel=0.03)
 
 
-def test_measuring_leaves_the_model_as_it_was():
+def test_measure_restores_model():
+    """Measuring leaves the model as it was."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)).eval()
     before = [(id(parameter), parameter.clone()) for parameter in model.parameters()]
     measure(model, ModelInputs((torch.empty(2, 4),)), dtype=torch.bfloat16, checkpointing=True)
@@ -104,6 +107,7 @@ def test_measuring_leaves_the_model_as_it_was():
     ("kind", "checkpointing"), [("llama", False), ("llama", True), ("qwen3", True), ("qwen2", False), ("mistral", False)]
 )
 def test_the_formula_says_what_is_measured(tmp_path, kind, checkpointing):
+    """The formula says what is measured."""
     decoder(kind, hidden_size=128, num_hidden_layers=2, intermediate_size=512, vocab_size=2000).save_pretrained(tmp_path)
     settings = {"dtypes": tuple(WEIGHT_DTYPES.values()), "batch_size": 3, "sequence_length": 200, "gradient_checkpointing": checkpointing}
     computed = estimate(str(tmp_path), EstimateOptions(**settings), {})
@@ -116,7 +120,8 @@ def test_the_formula_says_what_is_measured(tmp_path, kind, checkpointing):
     assert not any("by formula" in note for note in measured.notes)
 
 
-def test_checkpointing_keeps_inputs_of_blocks_alone():
+def test_checkpointing_keeps_block_inputs():
+    """Checkpointing keeps inputs of blocks alone."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(6)))
     rows = ModelInputs((torch.empty(64, 8),))
     plain = measure(model, rows, dtype=torch.float32)
@@ -126,6 +131,7 @@ def test_checkpointing_keeps_inputs_of_blocks_alone():
 
 
 def test_experts_are_measured_in_every_type(tmp_path):
+    """Experts are measured in every type."""
     sizes = {**SIZES, "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
     transformers.MixtralConfig(**sizes).save_pretrained(tmp_path)
     found = estimate(
@@ -137,7 +143,8 @@ def test_experts_are_measured_in_every_type(tmp_path):
     assert pure == pytest.approx(full / 2, rel=0.25)
 
 
-def test_both_caches_of_an_encoder_and_decoder_count():
+def test_encoder_decoder_caches():
+    """Both caches of an encoder and decoder count."""
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=50, decoder_start_token_id=0)
     model = transformers.T5ForConditionalGeneration(config)
     ids = torch.zeros(BATCH, 10, dtype=torch.long)
@@ -147,14 +154,16 @@ def test_both_caches_of_an_encoder_and_decoder_count():
     assert found.cache == 2 * 2 * 2 * BATCH * 10 * 32 * 4  # layers, caches, keys and values
 
 
-def test_the_cache_is_what_the_model_returns():
+def test_cache_equals_model_output():
+    """The cache is what the model returns."""
     model = decoder()
     with plain_transformers_paths():
         found = measure(model, tokens("meta"), dtype=torch.bfloat16, training=False)
     assert found.cache == 3 * 2 * BATCH * LENGTH * 2 * 16 * 2
 
 
-def test_weights_gradients_and_states_are_those_of_a_real_optimizer(tmp_path):
+def test_optimizer_sizes_are_real(tmp_path):
+    """Weights gradients and states are those of a real optimizer."""
     (tmp_path / "net.py").write_text(
         "import torch\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 7))\n"
     )
@@ -178,7 +187,8 @@ def test_weights_gradients_and_states_are_those_of_a_real_optimizer(tmp_path):
         assert found.total == found.weights + found.gradients + found.optimizer + found.activations
 
 
-def test_eight_bit_states_take_about_two_bytes():
+def test_eight_bit_state_size():
+    """Eight bit states take about two bytes."""
     entry = estimate(f"{__file__}:wide", EstimateOptions((parse_weight_dtype("fp32"),), optimizer="adam8bit"), {}).training[0]
     assert entry.optimizer == pytest.approx(2 * 256 * 256 * (1 + 4 / 256), rel=0.05)
 
@@ -193,14 +203,16 @@ def frozen() -> nn.Module:
     return model
 
 
-def test_frozen_weights_have_no_gradients_and_no_states():
+def test_frozen_weights_not_trained():
+    """Frozen weights have no gradients and no states."""
     found = estimate(f"{__file__}:frozen", EstimateOptions((parse_weight_dtype("fp32"),)), {})
     row = found.training[0]
     assert (row.weights, row.gradients, row.optimizer) == (4 * 11_000, 4 * 1_000, 8 * 1_000)
     assert any("10,000 of 11,000 numbers are frozen" in note for note in found.notes)
 
 
-def test_tied_weights_count_once_however_they_are_stored(tmp_path):
+def test_tied_weights_count_once_anywhere(tmp_path):
+    """Tied weights count once however they are stored."""
     model = decoder(tie_word_embeddings=True)
     expected = sum(parameter.numel() for parameter in model.parameters()) * 4
     model.save_pretrained(tmp_path / "once")
@@ -217,7 +229,8 @@ def test_tied_weights_count_once_however_they_are_stored(tmp_path):
     assert read_tensors(tmp_path / "tied.bin").size(WEIGHT_DTYPES["float32"]) == expected
 
 
-def test_shards_one_file_and_checkpoints_give_the_same(tmp_path, monkeypatch):
+def test_shards_file_and_checkpoint_agree(tmp_path, monkeypatch):
+    """Shards one file and checkpoints give the same."""
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
     save_model(model, tmp_path / "one")
     save_model(model, tmp_path / "many", max_shard_size=1000)
@@ -228,12 +241,13 @@ def test_shards_one_file_and_checkpoints_give_the_same(tmp_path, monkeypatch):
     accelerator.prepare(model)
     accelerator.save_state(tmp_path / "state")
     expected = sum(parameter.numel() * parameter.element_size() for parameter in (*model.parameters(), *model.buffers()))
-    assert (tmp_path / "state" / tensors._MANIFEST).is_file()
+    assert (tmp_path / "state" / tensors.MANIFEST).is_file()
     for name in ("one", "many", "bin", "state"):
         assert read_tensors(tmp_path / name).size(WEIGHT_DTYPES["float32"]) == expected, name
 
 
-def test_quantised_sizes_count_linear_layers_but_not_the_head(tmp_path):
+def test_quantized_sizes_without_head(tmp_path):
+    """Quantised sizes count linear layers but not the head."""
     decoder().save_pretrained(tmp_path)
     from_files, from_model = read_tensors(tmp_path), list_tensors(decoder())
     linear = {part.name for part in from_model.parts if part.linear}
@@ -242,7 +256,8 @@ def test_quantised_sizes_count_linear_layers_but_not_the_head(tmp_path):
     assert len(linear) == 3 * 7
 
 
-def test_packed_weights_are_counted_as_they_are(tmp_path):
+def test_packed_weights_as_stored(tmp_path):
+    """Packed weights are counted as they are."""
     import safetensors.torch
 
     safetensors.torch.save_file(
@@ -257,13 +272,15 @@ def test_packed_weights_are_counted_as_they_are(tmp_path):
     ("code", "said"),
     [("lambda width: nn.Linear(width, 1)", "build needs width"), ("lambda: nn.Sequential(nn.LazyLinear(4))", "lazy modules: 0.weight")],
 )
-def test_what_an_entry_point_cannot_be_is_told(tmp_path, code, said):
+def test_entry_point_errors(tmp_path, code, said):
+    """What an entry point cannot be is reported."""
     (tmp_path / "odd.py").write_text(f"from torch import nn\nbuild = {code}\n")
     with pytest.raises(ConfigError, match=said):
         from_entry_point(f"{tmp_path / 'odd.py'}:build", 3, 50)
 
 
-def test_an_entry_point_is_told_batch_and_length(tmp_path):
+def test_entry_point_arguments(tmp_path):
+    """An entry point is reported batch and length."""
     (tmp_path / "made.py").write_text(
         "import torch\n\ndef build(batch_size, sequence_length):\n"
         "    return torch.nn.Conv1d(4, 8, 3), (torch.empty(batch_size, 4, sequence_length),)\n"
@@ -286,13 +303,15 @@ class Rates(nn.Module):
         return nn.functional.dropout(self.layer(rows), self.rates[1])
 
 
-def test_a_model_that_looks_at_values_while_it_is_made_is_made_all_the_same():
+def test_entry_point_reading_values():
+    """A model that looks at values while it is made is made all the same."""
     found = estimate(f"{__file__}:Rates", EstimateOptions((WEIGHT_DTYPES["float32"],), batch_size=4), {})
     assert found.parameters == 110
     assert found.training[0].activations is not None
 
 
-def test_a_model_that_needs_values_says_that_it_could_not_be_measured(tmp_path):
+def test_unmeasurable_model_noted(tmp_path):
+    """A model that needs values says that it could not be measured."""
     (tmp_path / "made.py").write_text(
         "import torch\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
         "        return super().forward(x) if x.sum().item() > 0 else x\n"
@@ -308,7 +327,8 @@ def test_a_model_that_needs_values_says_that_it_could_not_be_measured(tmp_path):
     ("kind", "more"),
     [("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {})],
 )
-def test_the_tensors_of_known_decoders_are_those_that_are_built(kind, more):
+def test_decoder_tensors_equal_built(kind, more):
+    """The tensors of known decoders are those that are built."""
     model = decoder(kind, **more)
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     shape = parse_decoder_shape(config, 16)
@@ -318,7 +338,8 @@ def test_the_tensors_of_known_decoders_are_those_that_are_built(kind, more):
     }
 
 
-def test_seventy_billion_parameters_take_no_memory_to_estimate(tmp_path):
+def test_estimate_70b_without_memory(tmp_path):
+    """Seventy billion parameters take no memory to estimate."""
     sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "head_dim": 128, **sizes}
     path = Path(tmp_path, "config.json")

@@ -111,6 +111,7 @@ class Recording(ModelHook):
 
 
 def test_hooks_change_arguments_and_outputs() -> None:
+    """Hooks change arguments and outputs."""
     class Adding(ModelHook):
         def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return tuple(argument + 1 for argument in args), {"twice": True}
@@ -124,7 +125,8 @@ def test_hooks_change_arguments_and_outputs() -> None:
     assert torch.equal(block(x)[0], expected)
 
 
-def test_a_hooked_module_shows_the_signature_and_names_that_others_look_for() -> None:
+def test_hooked_module_signature() -> None:
+    """A hooked module shows the signature and names that others look for."""
     block = Block()
     signature, hook = inspect.signature(block.forward), ModelHook()
     assert add_hook_to_module(block, hook) is block
@@ -134,6 +136,7 @@ def test_a_hooked_module_shows_the_signature_and_names_that_others_look_for() ->
 
 
 def test_removing_leaves_no_trace() -> None:
+    """Removing leaves no trace."""
     block = Block()
     before = set(block.__dict__)
     for module in (block, block.first):
@@ -149,7 +152,8 @@ def test_removing_leaves_no_trace() -> None:
     assert not hasattr(block.first, "_hf_hook")
 
 
-def test_a_forward_that_was_replaced_before_comes_back() -> None:
+def test_replaced_forward_restored() -> None:
+    """A forward that was replaced before is returned."""
     linear = nn.Linear(2, 2)
     linear.forward = replacement = lambda x: x + 1  # type: ignore[method-assign]
     add_hook_to_module(linear, ModelHook())
@@ -157,7 +161,8 @@ def test_a_forward_that_was_replaced_before_comes_back() -> None:
     assert remove_hook_from_module(linear).forward is replacement
 
 
-def test_appended_hooks_run_in_order_and_others_replace() -> None:
+def test_appended_hooks_order() -> None:
+    """Appended hooks run in order and others replace."""
     log: list[str] = []
     module = add_hook_to_module(nn.Identity(), Recording("a", log))
     add_hook_to_module(module, Recording("b", log), append=True)
@@ -172,7 +177,8 @@ def test_appended_hooks_run_in_order_and_others_replace() -> None:
     assert log == ["d before", "d after"]
 
 
-def test_every_hook_that_began_hears_of_a_failure() -> None:
+def test_begun_hooks_abandoned() -> None:
+    """Every hook that began hears of a failure."""
     class Failing(Recording):
         def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("no")
@@ -189,7 +195,8 @@ def test_every_hook_that_began_hears_of_a_failure() -> None:
     assert log == ["a before", "b before", "b abandoned", "a abandoned"]
 
 
-def test_no_grad_of_a_hook_holds_for_the_forward() -> None:
+def test_no_grad_hook() -> None:
+    """No grad of a hook holds for the forward."""
     class Frozen(ModelHook):
         no_grad = True
 
@@ -206,7 +213,8 @@ def test_no_grad_of_a_hook_holds_for_the_forward() -> None:
 
 
 @pytest.mark.parametrize("buffers", [False, True])
-def test_offloaded_weights_give_the_same_and_are_there_only_while_the_module_runs(buffers: bool) -> None:
+def test_offloaded_only_while_running(buffers: bool) -> None:
+    """Offloaded weights give the same and are there only while the module runs."""
     block, x = Block(), torch.randn(3, 4)
     expected, weights, names = block(x), weights_of(block), set(block.state_dict())
     seen: list[bool] = []
@@ -229,7 +237,8 @@ def test_offloaded_weights_give_the_same_and_are_there_only_while_the_module_run
     assert block.first.weight.requires_grad
 
 
-def test_only_own_tensors_without_place_submodules() -> None:
+def test_own_tensors_only() -> None:
+    """Only own tensors without place submodules."""
     block = Block()
     offloaded(block, place_submodules=False, offload_buffers=True)
     assert block.scale.is_meta
@@ -237,7 +246,8 @@ def test_only_own_tensors_without_place_submodules() -> None:
     assert block(torch.ones(1, 4)).shape == (1, 4)
 
 
-def test_bundles_are_asked_for_once_and_taken_once_per_forward() -> None:
+def test_bundle_taken_once_per_forward() -> None:
+    """Bundles are asked for once and taken once per forward."""
     block, x = Block(), torch.randn(2, 4)
     expected = block(x)
     weights = Bundling(weights_of(block))
@@ -248,7 +258,8 @@ def test_bundles_are_asked_for_once_and_taken_once_per_forward() -> None:
     assert (weights.bundles[0].taken, weights.bundles[0].given_back) == (3, 3)
 
 
-def test_the_parameter_of_a_tensor_is_made_once() -> None:
+def test_parameter_made_once() -> None:
+    """The parameter of a tensor is made once."""
     block = Block()
     offloaded(block, weights_map=Bundling(weights_of(block)))
     seen = []
@@ -259,7 +270,8 @@ def test_the_parameter_of_a_tensor_is_made_once() -> None:
     assert isinstance(seen[0], nn.Parameter)
 
 
-def test_nested_calls_and_threads_take_once() -> None:
+def test_nested_calls_take_once() -> None:
+    """Nested calls and threads take once."""
     barrier = threading.Barrier(3)
 
     class Recursive(nn.Module):
@@ -288,7 +300,8 @@ def test_nested_calls_and_threads_take_once() -> None:
     assert module.inner.weight.is_meta
 
 
-def test_an_exception_in_forward_parks_again() -> None:
+def test_exception_offloads_again() -> None:
+    """An exception in forward offloads again."""
     block = Block()
     weights = Bundling(weights_of(block))
     offloaded(block, weights_map=weights)
@@ -301,7 +314,8 @@ def test_an_exception_in_forward_parks_again() -> None:
     assert weights.bundles[0].taken == weights.bundles[0].given_back == 3
 
 
-def test_others_call_pre_forward_and_post_forward_themselves() -> None:
+def test_manual_pre_and_post_forward() -> None:
+    """Others call pre forward and post forward themselves."""
     block, x = Block(), torch.ones(1, 4)
     expected = block(x)
     offloaded(block)
@@ -318,7 +332,8 @@ def test_others_call_pre_forward_and_post_forward_themselves() -> None:
     assert torch.equal(block(x), expected)
 
 
-def test_weights_map_may_be_assigned_at_any_time() -> None:
+def test_assign_weights_map() -> None:
+    """Weights map may be assigned at any time."""
     block, x = Block(), torch.ones(1, 4)
     offloaded(block, weights_map=Bundling(weights_of(block)))
     hook = block._hf_hook
@@ -339,7 +354,8 @@ def test_weights_map_may_be_assigned_at_any_time() -> None:
     assert torch.equal(block(x), plain(x))
 
 
-def test_attributes_have_the_names_of_the_parameters() -> None:
+def test_hook_attribute_names() -> None:
+    """Attributes have the names of the parameters."""
     hook = AlignDevicesHook(execution_device="cpu", offload=True, weights_map={}, skip_keys="cache")
     names = set(inspect.signature(AlignDevicesHook.__init__).parameters) - {"self"}
     assert names <= set(hook.__dict__)
@@ -347,7 +363,8 @@ def test_attributes_have_the_names_of_the_parameters() -> None:
     assert {name: again.__dict__[name] for name in names} == {name: hook.__dict__[name] for name in names}
 
 
-def test_a_hook_that_goes_on_to_another_module_keeps_the_values_of_that_one() -> None:
+def test_hook_moved_to_module() -> None:
+    """A hook that continues to another module keeps the values of that one."""
     old = nn.Embedding(4, 2)
     offloaded(old, weights_map=weights_of(old))
     new = nn.Embedding(6, 2)
@@ -357,7 +374,8 @@ def test_a_hook_that_goes_on_to_another_module_keeps_the_values_of_that_one() ->
     assert torch.equal(new(torch.tensor([5])), expected)
 
 
-def test_tied_copies_are_shared_between_modules_and_let_go() -> None:
+def test_tied_copies_shared_and_dropped() -> None:
+    """Tied copies are shared between modules and let go."""
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     weight = torch.ones(2, 2)
     tied: dict[int, dict[torch.device, torch.Tensor]] = {weight.data_ptr(): {}}
@@ -375,7 +393,8 @@ def test_tied_copies_are_shared_between_modules_and_let_go() -> None:
 # --- bad input and what is said -----------------------------------------------------------------------------------------------
 
 
-def test_meta_weights_without_values_are_refused_by_name() -> None:
+def test_meta_weights_refused() -> None:
+    """Meta weights without values are refused by name."""
     block = Block().to("meta")
     with pytest.raises(ConfigError, match="first.weight has no values.*there is no weights_map"):
         offloaded(block)
@@ -385,7 +404,8 @@ def test_meta_weights_without_values_are_refused_by_name() -> None:
         add_hook_to_module(block, AlignDevicesHook(execution_device="cpu", place_submodules=True))
 
 
-def test_a_weight_of_another_shape_is_refused_by_name() -> None:
+def test_weight_shape_mismatch() -> None:
+    """A weight of another shape is refused by name."""
     linear = nn.Linear(2, 2, bias=False)
     offloaded(linear, weights_map=Bundling({"weight": torch.ones(3, 2)}))
     with pytest.raises(ConfigError, match=r"model.block.weight with shape \[3, 2\], but the module wants \[2, 2\]"):
@@ -393,7 +413,8 @@ def test_a_weight_of_another_shape_is_refused_by_name() -> None:
     assert linear.weight.is_meta
 
 
-def test_writing_into_a_weight_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_write_into_weight_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Writing into a weight is reported once."""
     class Writing(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -408,7 +429,8 @@ def test_writing_into_a_weight_is_told_once(caplog: pytest.LogCaptureFixture) ->
     assert [record.getMessage().split(",")[0] for record in caplog.records] == ["model.block.weight was written to while its module ran"]
 
 
-def test_replaced_data_does_not_stay(caplog: pytest.LogCaptureFixture) -> None:
+def test_replaced_data_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """Replaced data does not stay."""
     module, x = nn.Linear(2, 2), torch.ones(1, 2)
     expected = module(x)
     offloaded(module, weights_map=Bundling(weights_of(module)))
@@ -420,7 +442,8 @@ def test_replaced_data_does_not_stay(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(module(x), expected)
 
 
-def test_a_gradient_for_an_offloaded_weight_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradient_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A gradient for an offloaded weight is reported once."""
     module = nn.Linear(2, 2)
     offloaded(module, weights_map=Bundling(weights_of(module)))
     with caplog.at_level(logging.WARNING):
@@ -434,6 +457,7 @@ def test_a_gradient_for_an_offloaded_weight_is_told_once(caplog: pytest.LogCaptu
 
 
 def test_state_dicts_have_the_weights() -> None:
+    """State dicts have the weights."""
     model = nn.Sequential(Block(), nn.Linear(4, 4))
     expected = weights_of(model)
     offloaded(model[0], weights_map=Bundling(weights_of(model[0])), offload_buffers=True)
@@ -443,7 +467,8 @@ def test_state_dicts_have_the_weights() -> None:
     assert torch.equal(model[0].first.state_dict()["weight"], expected["0.first.weight"])
 
 
-def test_loading_into_offloaded_weights_is_refused_or_keeps_them_in_memory() -> None:
+def test_load_state_dict_refused() -> None:
+    """Loading into offloaded weights is refused or keeps them in memory."""
     block, x = Block(), torch.ones(1, 4)
     other = Block()
     offloaded(block)
@@ -456,7 +481,8 @@ def test_loading_into_offloaded_weights_is_refused_or_keeps_them_in_memory() -> 
 
 
 @pytest.mark.parametrize("way", ["copy", "bytes"])
-def test_a_hooked_module_can_be_copied(way: str) -> None:
+def test_copy_hooked_module(way: str) -> None:
+    """A hooked module can be copied."""
     model, x = nn.Sequential(Block(), nn.Linear(4, 4)), torch.ones(1, 4)
     expected = model(x)
     offloaded(model[0])
@@ -480,7 +506,8 @@ def test_a_hooked_module_can_be_copied(way: str) -> None:
     assert torch.equal(twin(x), expected)
 
 
-def test_freezing_and_converting_the_stand_ins_holds_for_the_weights() -> None:
+def test_placeholder_changes_apply() -> None:
+    """Freezing and converting the placeholders holds for the weights."""
     block, x = Block(), torch.ones(1, 4)
     half = copy.deepcopy(block).to(torch.bfloat16)
     offloaded(block)
@@ -496,7 +523,8 @@ class Special(nn.Parameter):
     pass
 
 
-def test_classes_and_attributes_of_parameters_are_kept() -> None:
+def test_parameter_classes_kept() -> None:
+    """Classes and attributes of parameters are kept."""
     linear = nn.Linear(2, 2)
     linear.weight = Special(linear.weight.detach())
     linear.weight.tag = "mine"  # type: ignore[attr-defined]
@@ -506,7 +534,8 @@ def test_classes_and_attributes_of_parameters_are_kept() -> None:
     assert (type(linear.weight), linear.weight.tag, linear.weight.is_meta) == (Special, "mine", False)
 
 
-def test_inference_mode_leaves_nothing_behind_that_training_cannot_use() -> None:
+def test_inference_mode_then_training() -> None:
+    """Inference mode leaves nothing behind that training cannot use."""
     linear, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     offloaded(linear.requires_grad_(False))
     with torch.inference_mode():
@@ -529,7 +558,8 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x)) + self.up(self.down(x))
 
 
-def test_adapters_beside_offloaded_weights_get_the_same_gradients() -> None:
+def test_adapters_get_same_gradients() -> None:
+    """Adapters beside offloaded weights get the same gradients."""
     model = nn.Sequential(Adapted(), Adapted())
     plain = copy.deepcopy(model)
     for layer in model:
@@ -544,7 +574,8 @@ def test_adapters_beside_offloaded_weights_get_the_same_gradients() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models_give_the_same(backend: str) -> None:
+def test_compiled_models_same_outputs(backend: str) -> None:
+    """Compiled models give the same."""
     model, x = nn.Sequential(Block(), nn.Linear(4, 4), Block()).requires_grad_(False), torch.randn(2, 4)
     expected = model(x), model(x + 1)
     weights = Bundling(weights_of(model[0]))
@@ -560,6 +591,7 @@ def test_compiled_models_give_the_same(backend: str) -> None:
 
 
 def test_the_block_itself_is_compiled() -> None:
+    """The block itself is compiled."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -573,7 +605,8 @@ def test_the_block_itself_is_compiled() -> None:
     assert any("relu" in graph.code for graph in graphs)
 
 
-def test_inputs_go_to_the_execution_device_and_outputs_back() -> None:
+def test_inputs_moved_outputs_returned() -> None:
+    """Inputs go to the execution device and outputs back."""
     class Probe(nn.Module):
         def forward(self, x: torch.Tensor, *, cache: Any, other: Any) -> Any:
             return [x.device.type, cache.device.type, other[0].device.type, x]
@@ -587,7 +620,8 @@ def test_inputs_go_to_the_execution_device_and_outputs_back() -> None:
     assert not back._hf_hook._input_devices
 
 
-def test_outputs_return_to_the_device_of_the_first_input() -> None:
+def test_outputs_on_first_input_device() -> None:
+    """Outputs return to the device of the first input."""
     class Answer(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert x.device.type == "meta"
@@ -607,7 +641,8 @@ class Moving(nn.Linear):
         return super().to(device)
 
 
-def test_whole_models_hop_and_send_the_one_before_away() -> None:
+def test_cpu_offload_chain() -> None:
+    """Whole models hop and send the one before away."""
     first, second = Moving(2, 2), Moving(2, 2)
     first_handle = UserCpuOffloadHook(first, CpuOffload(execution_device="cpu"))
     add_hook_to_module(first, first_handle.hook)

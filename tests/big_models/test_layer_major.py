@@ -72,7 +72,8 @@ def entered(model: Stack) -> list[int]:
 
 
 @torch.inference_mode()
-def test_results_are_those_of_a_loop_and_blocks_are_entered_once_for_all(stack: Stack, plain: Stack) -> None:
+def test_results_equal_loop(stack: Stack, plain: Stack) -> None:
+    """Results are those of a loop and blocks are entered once for all."""
     inputs = [torch.randn(2 + number % 3, 4) for number in range(6)]
     seen = entered(stack)
     found = layer_major(stack, lambda x: repeated(stack, x), inputs)
@@ -81,7 +82,8 @@ def test_results_are_those_of_a_loop_and_blocks_are_entered_once_for_all(stack: 
 
 
 @torch.inference_mode()
-def test_calls_of_different_lengths_join_the_next_pass(stack: Stack, plain: Stack) -> None:
+def test_different_lengths_join(stack: Stack, plain: Stack) -> None:
+    """Calls of different lengths join the next pass."""
     inputs = [(torch.randn(1, 4), times) for times in (1, 4, 2, 3, 1, 1)]
     seen = entered(stack)
     found = layer_major(stack, lambda given: repeated(stack, *given), inputs, lanes=2)
@@ -90,7 +92,8 @@ def test_calls_of_different_lengths_join_the_next_pass(stack: Stack, plain: Stac
 
 
 @torch.inference_mode()
-def test_modes_of_the_caller_hold_in_lanes(stack: Stack) -> None:
+def test_modes_of_caller(stack: Stack) -> None:
+    """Modes of the caller hold in lanes."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = layer_major(stack, lambda x: (stack(x).dtype, torch.is_inference_mode_enabled()), [torch.ones(1, 4)] * 2)
     assert found == [(torch.bfloat16, True)] * 2
@@ -102,7 +105,8 @@ def test_modes_of_the_caller_hold_in_lanes(stack: Stack) -> None:
 
 
 @torch.no_grad()
-def test_random_numbers_do_not_depend_on_how_lanes_take_turns(stack: Stack) -> None:
+def test_random_numbers_independent_of_lanes(stack: Stack) -> None:
+    """Random numbers do not depend on how lanes take turns."""
     def sampled(x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             x = stack(x) + torch.rand(1, 4)
@@ -119,7 +123,8 @@ def test_random_numbers_do_not_depend_on_how_lanes_take_turns(stack: Stack) -> N
 
 
 @torch.no_grad()
-def test_an_error_in_one_call_ends_all_and_says_which(stack: Stack) -> None:
+def test_error_names_the_call(stack: Stack) -> None:
+    """An error in one call ends all and says which."""
     def call(number: int) -> None:
         stack(torch.ones(1, 4))
         if number == 2:
@@ -135,12 +140,14 @@ def test_an_error_in_one_call_ends_all_and_says_which(stack: Stack) -> None:
     assert layer_major(stack, lambda x: stack(x).shape, [torch.ones(1, 4)]) == [torch.Size([1, 4])]  # and it can be called again
 
 
-def test_without_offloaded_blocks_it_is_a_loop(plain: Stack) -> None:
+def test_plain_loop_without_offload(plain: Stack) -> None:
+    """Without offloaded blocks it is a loop."""
     assert layer_major(plain, lambda x: x + 1, [1, 2]) == [2, 3]
     assert layer_major(plain, lambda x: x, []) == []
 
 
 def test_wrong_use_says_what_to_do(stack: Stack) -> None:
+    """Wrong use says what to do."""
     with pytest.raises(ConfigError, match="lanes=0"):
         layer_major(stack, lambda x: x, [1], lanes=0)
     with pytest.raises(StateError, match="another layer_major"):
@@ -149,6 +156,7 @@ def test_wrong_use_says_what_to_do(stack: Stack) -> None:
 
 @torch.inference_mode()
 def test_generation_of_a_language_model(tmp_path: Path) -> None:
+    """Generation of a language model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

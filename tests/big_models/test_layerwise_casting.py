@@ -18,7 +18,8 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Sequential(nn.Linear(3, 3), nn.Embedding(2, 3)), nn.Conv1d(2, 2, 1))
 
 
-def test_the_result_is_that_of_the_stored_weights() -> None:
+def test_casting_result() -> None:
+    """The result is that of the stored weights."""
     linear, x = nn.Linear(3, 3), torch.randn(2, 3)
     rounded = copy.deepcopy(linear).to(torch.float8_e4m3fn).to(torch.float32)
     attach_layerwise_casting_hooks(linear, torch.float8_e4m3fn, torch.float32)
@@ -29,7 +30,8 @@ def test_the_result_is_that_of_the_stored_weights() -> None:
     assert torch.equal(linear.weight.float(), rounded.weight)
 
 
-def test_patterns_and_classes_are_left_alone() -> None:
+def test_skipped_patterns_and_classes() -> None:
+    """Patterns and classes are left alone."""
     entry = model()
     attach_layerwise_casting_hooks(entry, torch.bfloat16, torch.float32, skip_modules_pattern=("^2",), skip_modules_classes=(nn.Conv1d,))
     types = {name: parameter.dtype for name, parameter in entry.named_parameters()}
@@ -39,7 +41,8 @@ def test_patterns_and_classes_are_left_alone() -> None:
     assert {name for name, p in other.named_parameters() if p.dtype is torch.float32} == {"1.weight", "1.bias", "2.1.weight"}
 
 
-def test_an_exception_in_forward_stores_again_and_copies_work() -> None:
+def test_exception_restores_storage() -> None:
+    """An exception in forward stores again and copies work."""
     linear = nn.Linear(3, 3)
     attach_layerwise_casting_hooks(linear, torch.bfloat16, torch.float32)
     twin = copy.deepcopy(linear)
@@ -50,7 +53,8 @@ def test_an_exception_in_forward_stores_again_and_copies_work() -> None:
         assert entry(torch.ones(1, 3)).dtype is torch.float32
 
 
-def test_training_goes_on_after_inference_mode() -> None:
+def test_training_after_inference_mode() -> None:
+    """Training continues after inference mode."""
     linear, x = nn.Linear(3, 3).requires_grad_(False), torch.ones(1, 3, requires_grad=True)
     attach_layerwise_casting_hooks(linear, torch.bfloat16, torch.float32)
     with torch.inference_mode():
@@ -60,6 +64,7 @@ def test_training_goes_on_after_inference_mode() -> None:
 
 
 def test_casting_goes_together_with_offloading(caplog: pytest.LogCaptureFixture) -> None:
+    """Casting goes together with offloading."""
     linear, x = nn.Linear(3, 3).requires_grad_(False), torch.randn(2, 3)
     rounded = copy.deepcopy(linear).to(torch.bfloat16).to(torch.float32)
     add_hook_to_module(linear, AlignDevicesHook(execution_device="cpu", offload=True))
@@ -71,7 +76,8 @@ def test_casting_goes_together_with_offloading(caplog: pytest.LogCaptureFixture)
     assert not caplog.records
 
 
-def test_types_and_patterns_that_cannot_be_used_are_refused() -> None:
+def test_wrong_dtypes_and_patterns() -> None:
+    """Types and patterns that cannot be used are refused."""
     with pytest.raises(ConfigError, match="storage_dtype=torch.int8 is no type of fractions"):
         attach_layerwise_casting_hooks(nn.Linear(2, 2), torch.int8, torch.float32)
     with pytest.raises(ConfigError, match="compute_dtype='float32'"):

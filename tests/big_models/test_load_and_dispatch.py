@@ -9,7 +9,7 @@ import sys
 import pytest
 import safetensors.torch
 import torch
-from spread_models import TOKENS, Small, meta_names, run, skeleton, small
+from models_to_dispatch import TOKENS, Small, empty_model, meta_names, run, small
 from torch import nn
 
 from slipstream.big_models import load
@@ -47,9 +47,10 @@ def torch_file(folder):
 
 @pytest.mark.parametrize("way", [single, sharded, index, one_file, torch_file])
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, DISK, "auto", "balanced", "balanced_low_0", "sequential", None])
-def test_every_form_of_checkpoint_by_every_map(tmp_path, way, device_map):
+def test_every_checkpoint_and_map(tmp_path, way, device_map):
+    """Every form of checkpoint by every map."""
     model = load_checkpoint_and_dispatch(
-        skeleton(), way(tmp_path / "saved"), device_map, max_memory={"cpu": 4000} if isinstance(device_map, str) else None,
+        empty_model(), way(tmp_path / "saved"), device_map, max_memory={"cpu": 4000} if isinstance(device_map, str) else None,
         offload_folder=tmp_path / "offload" if way is torch_file else None, no_split_module_classes=["Layer"], strict=True,
     )  # fmt: skip
     assert torch.equal(run(model), run(small()))
@@ -65,10 +66,11 @@ def mapped_files():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="says where memory comes from")
-def test_weights_in_memory_are_the_pages_of_the_file_and_changes_stay_in_the_process(tmp_path):
+def test_memory_weights_are_pages(tmp_path):
+    """Weights in memory are the pages of the file and changes stay in the process."""
     path = one_file(tmp_path)
     before = path.read_bytes()
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu"})
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, {"": "cpu"})
     areas = [area for area in mapped_files() if area[2] == str(path)]
     assert all(any(begin <= parameter.data_ptr() < end for begin, end, _ in areas) for parameter in model.parameters())
     with torch.no_grad():
@@ -76,7 +78,7 @@ def test_weights_in_memory_are_the_pages_of_the_file_and_changes_stay_in_the_pro
     assert path.read_bytes() == before
 
 
-def test_nothing_is_read_and_no_memory_is_taken_before_first_use(tmp_path):
+def test_nothing_read_before_use(tmp_path):
     """256 MiB of weights: what loading adds to the process is less than 5 % of that."""
     with open(tmp_path / "model.safetensors", "wb") as file:  # a file of holes
         header = {f"{n}.weight": {"dtype": "F32", "shape": [2048, 2048], "data_offsets": [n << 24, (n + 1) << 24]} for n in range(16)}
@@ -103,28 +105,31 @@ def test_nothing_is_read_and_no_memory_is_taken_before_first_use(tmp_path):
     assert max(map(int, done.stdout.split())) < 0.05 * 256 * 1024
 
 
-def test_weights_on_the_disk_stay_in_the_files_of_the_user(tmp_path):
+def test_disk_weights_in_user_files(tmp_path):
+    """Weights on the disk stay in the files of the user."""
     sharded(tmp_path)
     before = sorted(os.listdir(tmp_path))
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, DISK)
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, DISK)
     assert sorted(os.listdir(tmp_path)) == before
     entry = model.layers[0]._hf_hook.weights_map.dataset.index["layers.0.up.weight"]
     assert os.path.dirname(entry["safetensors_file"]) == str(tmp_path)
 
 
-def test_what_was_tied_is_tied_in_memory_and_on_the_disk(tmp_path):
+def test_ties_kept(tmp_path):
+    """What was tied is tied in memory and on the disk."""
     single(tmp_path)
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu", "layers": "disk"})
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, {"": "cpu", "layers": "disk"})
     assert model.head.weight is model.embed.weight
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu", "head": "disk"})
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, {"": "cpu", "head": "disk"})
     assert model.head.weight is model.embed.weight
     assert not model.head.weight.is_meta
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu", "head": "disk", "embed": "disk"})
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, {"": "cpu", "head": "disk", "embed": "disk"})
     assert model.head.weight.is_meta
     assert torch.equal(run(model), run(small()))
 
 
-def test_what_is_tied_in_the_file_alone_does_not_share_memory(tmp_path):
+def test_file_ties_do_not_share(tmp_path):
+    """What is tied in the file alone does not share memory."""
     shared = torch.ones(2, 2)
     save_model({"0.weight": shared, "1.weight": shared}, tmp_path)
     model = nn.Sequential(nn.Linear(2, 2, bias=False, device="meta"), nn.Linear(2, 2, bias=False, device="meta"))
@@ -134,7 +139,8 @@ def test_what_is_tied_in_the_file_alone_does_not_share_memory(tmp_path):
     assert torch.equal(model[1].weight, shared)
 
 
-def test_a_model_in_memory_keeps_its_parameters(tmp_path):
+def test_in_memory_parameters_kept(tmp_path):
+    """A model in memory keeps its parameters."""
     single(tmp_path)
     model = small(seed=1)
     before = dict(model.named_parameters())
@@ -143,24 +149,27 @@ def test_a_model_in_memory_keeps_its_parameters(tmp_path):
     assert torch.equal(run(model), run(small()))
 
 
-def test_buffers_of_a_skeleton_that_no_file_has_keep_their_values(tmp_path):
+def test_unsaved_buffers_keep_values(tmp_path):
+    """Buffers of a model without weights that no file has keep their values."""
     single(tmp_path)
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "disk"})
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, {"": "disk"})
     assert torch.equal(model.shift, small().shift)
     assert torch.equal(model.norm.running_mean, small().norm.running_mean)
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
-def test_buffers_are_offloaded_if_that_is_wanted(tmp_path, offload_buffers):
+def test_offload_buffers(tmp_path, offload_buffers):
+    """Buffers are offloaded if that is wanted."""
     single(tmp_path)
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "disk"}, offload_buffers=offload_buffers)
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, {"": "disk"}, offload_buffers=offload_buffers)
     assert model.norm.running_mean.is_meta is offload_buffers
     assert torch.equal(run(model), run(small()))
 
 
-def test_what_is_loaded_first_is_dispatched_later(tmp_path):
+def test_load_then_dispatch(tmp_path):
+    """What is loaded first is dispatched later."""
     single(tmp_path / "saved")
-    model = skeleton()
+    model = empty_model()
     load_checkpoint_in_model(model, tmp_path / "saved", device_map=DISK, offload_folder=tmp_path / "offload")
     assert torch.equal(run(dispatch_model(model, DISK)), run(small()))
 
@@ -171,8 +180,9 @@ def test_what_is_loaded_first_is_dispatched_later(tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", torch.bfloat16])
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, DISK])
 def test_weights_become_another_type(tmp_path, dtype, device_map):
+    """Weights become another type."""
     single(tmp_path / "saved")
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", device_map, dtype=dtype, offload_folder=tmp_path / "offload")
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path / "saved", device_map, dtype=dtype, offload_folder=tmp_path / "offload")
     wanted = dtype if isinstance(dtype, torch.dtype) else torch.float16
     plain = small().to(wanted)
     plain.shift = small().shift  # it is in no file
@@ -184,8 +194,9 @@ def test_weights_become_another_type(tmp_path, dtype, device_map):
 
 
 def test_some_modules_stay_float32(tmp_path):
+    """Some modules stay float32."""
     single(tmp_path / "saved")
-    model = skeleton()
+    model = empty_model()
     load_checkpoint_in_model(
         model, tmp_path / "saved", DISK, tmp_path / "offload", dtype="float16", keep_in_fp32_modules=["norm", "layers.1"]
     )
@@ -193,36 +204,41 @@ def test_some_modules_stay_float32(tmp_path):
     assert kept == {"norm.weight", "norm.bias", *(f"layers.1.{name}.{kind}" for name in ("up", "down") for kind in ("weight", "bias"))}
 
 
-def test_without_a_type_the_model_keeps_its_own_and_it_is_said(tmp_path, caplog):
+def test_no_dtype_keeps_models(tmp_path, caplog):
+    """Without a type the model keeps its own and it is logged."""
     save_model(small().to(torch.bfloat16), tmp_path)
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu"})
+    model = load_checkpoint_and_dispatch(empty_model(), tmp_path, {"": "cpu"})
     assert model.embed.weight.dtype is torch.float32
     assert "dtype='bfloat16'" in caplog.text
 
 
 @pytest.mark.parametrize(("way", "options", "said"), [(single, {"dtype": "float16"}, "dtype='float32'"), (torch_file, {}, "safetensors")])
-def test_what_has_to_be_written_needs_a_folder(tmp_path, way, options, said):
-    model = skeleton()
+def test_conversion_needs_folder(tmp_path, way, options, said):
+    """What has to be written needs a folder."""
+    model = empty_model()
     with pytest.raises(ConfigError, match=f"device_map puts layers.0.up.weight .*{said}") as caught:
         load_checkpoint_and_dispatch(model, way(tmp_path), DISK, **options)
     assert "offload_folder" in str(caught.value)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_folder_of_written_weights_is_read_by_a_later_process(tmp_path):
-    load_checkpoint_in_model(skeleton(), torch_file(tmp_path / "saved"), {"": "disk"}, tmp_path / "offload", offload_buffers=True)
-    assert torch.equal(run(disk_offload(skeleton(), tmp_path / "offload", offload_buffers=True)), run(small()))
+def test_offload_folder_reused(tmp_path):
+    """A folder of written weights is read by a later process."""
+    load_checkpoint_in_model(empty_model(), torch_file(tmp_path / "saved"), {"": "disk"}, tmp_path / "offload", offload_buffers=True)
+    assert torch.equal(run(disk_offload(empty_model(), tmp_path / "offload", offload_buffers=True)), run(small()))
 
 
-def test_an_offload_folder_that_cannot_be_written_leaves_the_model_as_it_was(tmp_path):
+def test_unwritable_folder_keeps_model(tmp_path):
+    """An offload folder that cannot be written leaves the model as it was."""
     (tmp_path / "file").write_text("")
-    model = skeleton()
+    model = empty_model()
     with pytest.raises(CheckpointError, match="Something on the way is a file"):
         load_checkpoint_and_dispatch(model, single(tmp_path / "saved"), DISK, dtype="float16", offload_folder=tmp_path / "file" / "x")
     assert all(parameter.is_meta and parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
-def test_a_bar_counts_the_bytes_that_are_copied_and_no_others(tmp_path, monkeypatch):
+def test_progress_bar_counts_copies(tmp_path, monkeypatch):
+    """A bar counts the bytes that are copied and no others."""
     bars = []
 
     class Bar:
@@ -241,8 +257,8 @@ def test_a_bar_counts_the_bytes_that_are_copied_and_no_others(tmp_path, monkeypa
 
     monkeypatch.setattr(load, "bar", Bar)
     single(tmp_path / "saved")
-    load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", DISK)
-    load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", DISK, dtype="float16", offload_folder=tmp_path / "offload")
+    load_checkpoint_and_dispatch(empty_model(), tmp_path / "saved", DISK)
+    load_checkpoint_and_dispatch(empty_model(), tmp_path / "saved", DISK, dtype="float16", offload_folder=tmp_path / "offload")
     assert [bar.count for bar in bars] == [bar.total for bar in bars]
     assert bars[0].total == 0 < bars[1].total
 
@@ -267,7 +283,8 @@ class Renaming(nn.Module):
             state_dict[f"{prefix}query.weight"], state_dict[f"{prefix}key.weight"] = both.chunk(2)
 
 
-def test_a_model_that_translates_old_files_is_asked(tmp_path):
+def test_own_load_state_dict(tmp_path):
+    """A model that translates old files is asked."""
     both = torch.randn(8, 4)
     safetensors.torch.save_file({"0.both": both, "1.weight": torch.ones(4, 4), "1.bias": torch.ones(4)}, tmp_path / "old.safetensors")
 
@@ -277,15 +294,16 @@ def test_a_model_that_translates_old_files_is_asked(tmp_path):
     plain = make()
     plain.load_state_dict({"0.both": both, "1.weight": torch.ones(4, 4), "1.bias": torch.ones(4)}, strict=False)
     with torch.device("meta"):
-        skeleton = make()
+        empty_model = make()
     for device_map in ({"": "cpu"}, {"0": "disk", "1": "disk"}):
         with torch.device("meta"):
-            skeleton = make()
-        model = load_checkpoint_and_dispatch(skeleton, tmp_path / "old.safetensors", device_map, offload_folder=tmp_path / "offload")
+            empty_model = make()
+        model = load_checkpoint_and_dispatch(empty_model, tmp_path / "old.safetensors", device_map, offload_folder=tmp_path / "offload")
         assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
 
 
-def test_a_norm_of_an_old_file_counts_from_zero(tmp_path):
+def test_old_norm_counts_from_zero(tmp_path):
+    """A norm of an old file counts from zero."""
     state = {name: value for name, value in nn.BatchNorm1d(4).state_dict().items() if name != "num_batches_tracked"}
     safetensors.torch.save_file(state, tmp_path / "old.safetensors")
     model = nn.BatchNorm1d(4, device="meta")
@@ -305,7 +323,8 @@ def broken(folder, change):
     return folder
 
 
-def test_missing_extra_and_misshaped_tensors_are_named_and_change_nothing(tmp_path):
+def test_missing_extra_misshaped(tmp_path):
+    """Missing extra and misshaped tensors are named and change nothing."""
     def missing(state):
         del state["layers.1.up.weight"]
 
@@ -316,18 +335,19 @@ def test_missing_extra_and_misshaped_tensors_are_named_and_change_nothing(tmp_pa
         state["scale"] = torch.ones(3)
 
     for change, name, strict in ((missing, "layers.1.up.weight", True), (extra, "layers.9.weight", True), (misshaped, "scale", False)):
-        model = skeleton()
+        model = empty_model()
         with pytest.raises(CheckpointError, match=name):
             load_checkpoint_and_dispatch(model, broken(tmp_path, change), DISK, strict=strict)
         assert all(parameter.is_meta for parameter in model.parameters())
     for device_map in (DISK, None):
         with pytest.raises(CheckpointError, match=r"without values.*\n.*layers.1.up.weight\n.*Load a checkpoint that has them"):
-            load_checkpoint_and_dispatch(skeleton(), broken(tmp_path, missing), device_map)
-    assert load_checkpoint_in_model(skeleton(), broken(tmp_path, extra), {"": "cpu"}).unexpected == ("layers.9.weight",)
+            load_checkpoint_and_dispatch(empty_model(), broken(tmp_path, missing), device_map)
+    assert load_checkpoint_in_model(empty_model(), broken(tmp_path, extra), {"": "cpu"}).unexpected == ("layers.9.weight",)
 
 
 @pytest.mark.parametrize("device_map", [{"": "disk"}, None])
-def test_names_that_another_library_changes_are_told_as_such_and_not_as_those_of_a_wrapper(tmp_path, device_map):
+def test_renamed_keys_message(tmp_path, device_map):
+    """Names that another library changes are reported as such and not as those of a wrapper."""
     class Renamed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -343,21 +363,23 @@ def test_names_that_another_library_changes_are_told_as_such_and_not_as_those_of
 
 
 @pytest.mark.parametrize("device_map", [DISK, {"": "cpu"}, None])
-def test_weights_loaded_in_inference_mode_are_trained_later(tmp_path, device_map):
-    model = skeleton()
+def test_inference_mode_weights_trainable(tmp_path, device_map):
+    """Weights loaded in inference mode are trained later."""
+    model = empty_model()
     with torch.inference_mode():
         load_checkpoint_and_dispatch(model, single(tmp_path), device_map)
     model(TOKENS).sum().backward()
     assert model.scale.grad is not None
 
 
-def test_an_index_that_points_outside_its_folder_is_refused(tmp_path):
+def test_index_outside_folder_refused(tmp_path):
+    """An index that points outside its folder is refused."""
     single(tmp_path / "secret")
     (tmp_path / "given").mkdir()
     where = {name: "../secret/model.safetensors" for name in small().state_dict()}
     (tmp_path / "given" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     with pytest.raises(CheckpointError, match=r"\.\./secret"):
-        load_checkpoint_and_dispatch(skeleton(), tmp_path / "given", {"": "cpu"})
+        load_checkpoint_and_dispatch(empty_model(), tmp_path / "given", {"": "cpu"})
 
 
 @pytest.mark.parametrize(
@@ -374,23 +396,27 @@ def test_an_index_that_points_outside_its_folder_is_refused(tmp_path):
         ({"device_map": {"": "cpu"}, "dtype": "int8"}, "dtype='int8'"),
     ],
 )
-def test_wrong_arguments_say_what_to_write(tmp_path, options, said):
+def test_wrong_arguments(tmp_path, options, said):
+    """Wrong arguments say what to write."""
     with pytest.raises(ConfigError, match=said):
-        load_checkpoint_and_dispatch(skeleton(), single(tmp_path), **options)
+        load_checkpoint_and_dispatch(empty_model(), single(tmp_path), **options)
 
 
-def test_an_offload_folder_that_cannot_be_written_is_named_as_such(tmp_path):
+def test_unwritable_folder_named(tmp_path):
+    """An offload folder that cannot be written is named as such."""
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="offload_folder cannot take the weights"):
-        load_checkpoint_and_dispatch(skeleton(), torch_file(tmp_path / "saved"), DISK, offload_folder=tmp_path / "file" / "below")
+        load_checkpoint_and_dispatch(empty_model(), torch_file(tmp_path / "saved"), DISK, offload_folder=tmp_path / "file" / "below")
 
 
-def test_a_name_of_a_hub_is_no_path():
+def test_hub_name_is_no_path():
+    """A name of a hub is no path."""
     with pytest.raises(CheckpointError, match="download it first"):
-        load_checkpoint_and_dispatch(skeleton(), "some-people/some-model", "auto")
+        load_checkpoint_and_dispatch(empty_model(), "some-people/some-model", "auto")
 
 
-def test_options_that_change_nothing_are_named(tmp_path, caplog):
+def test_unused_options_named(tmp_path, caplog):
+    """Options that change nothing are named."""
     load_checkpoint_and_dispatch(small(seed=1), single(tmp_path), force_hooks=True, max_memory={"cpu": 1})
     assert "max_memory, force_hooks changes nothing without a device_map" in caplog.text
 
@@ -401,6 +427,7 @@ def test_options_that_change_nothing_are_named(tmp_path, caplog):
 @pytest.mark.parametrize("way", [one_file, torch_file])
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"embed": "disk"}])
 def test_the_tensors_of_one_file(tmp_path, way, device_map):
+    """The tensors of one file."""
     path = way(tmp_path)
     found = load_state_dict(path / "pytorch_model.bin" if path.is_dir() else path, device_map)
     expected = small().state_dict()
@@ -409,12 +436,14 @@ def test_the_tensors_of_one_file(tmp_path, way, device_map):
 
 
 def test_a_folder_is_no_single_file(tmp_path):
+    """A folder is no single file."""
     with pytest.raises(ConfigError, match="is a folder"):
         load_state_dict(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_transformers_model_generates_the_same_tokens_with_and_without_offload(tmp_path, tied):
+def test_transformers_generate_same(tmp_path, tied):
+    """A transformers model generates the same tokens with and without offload."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -447,15 +476,17 @@ def test_a_transformers_model_generates_the_same_tokens_with_and_without_offload
 
 
 @pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}, {"": "cpu", "layers": "disk"}])
-def test_a_second_checkpoint_replaces_the_first_in_a_model_that_is_spread(tmp_path, device_map):
-    model = load_checkpoint_and_dispatch(skeleton(), single(tmp_path / "a"), {"": "disk"})
+def test_second_checkpoint_replaces_first(tmp_path, device_map):
+    """A second checkpoint replaces the first in a dispatched model."""
+    model = load_checkpoint_and_dispatch(empty_model(), single(tmp_path / "a"), {"": "disk"})
     save_model(small(seed=1), tmp_path / "b")
     load_checkpoint_and_dispatch(model, tmp_path / "b", device_map, strict=True)
     assert torch.equal(run(model), run(small(seed=1)))
 
 
-def test_loading_alone_into_a_model_that_is_spread_ends_that_and_what_the_file_has_not_stays(tmp_path, caplog):
-    model = load_checkpoint_and_dispatch(skeleton(), single(tmp_path / "a"), {"": "disk"})
+def test_load_into_dispatched_model(tmp_path, caplog):
+    """Loading alone into a dispatched model ends that and what the file has not stays."""
+    model = load_checkpoint_and_dispatch(empty_model(), single(tmp_path / "a"), {"": "disk"})
     half = {name: value for name, value in small(seed=1).state_dict().items() if name.startswith("layers.")}
     save_model(half, tmp_path / "b")
     load_checkpoint_in_model(model, tmp_path / "b", {"": "cpu", "layers.1": "disk"}, tmp_path / "c")
@@ -465,7 +496,8 @@ def test_loading_alone_into_a_model_that_is_spread_ends_that_and_what_the_file_h
     assert torch.equal(run(dispatch_model(model, {"": "cpu", "layers.1": "disk"})), run(expected))
 
 
-def test_a_wrapped_model_is_loaded_by_the_names_of_the_inner_one(tmp_path):
+def test_wrapped_model_names(tmp_path):
+    """A wrapped model is loaded by the names of the inner one."""
     model = nn.DataParallel(Small().eval())
     assert load_checkpoint_and_dispatch(model, single(tmp_path), {"": "cpu", "layers": "disk"}) is model
     assert torch.equal(run(model.module), run(small()))

@@ -28,7 +28,8 @@ def model() -> nn.Sequential:
     return made
 
 
-def test_a_value_takes_the_place_and_the_type_of_the_tensor() -> None:
+def test_value_takes_place_and_dtype() -> None:
+    """A value takes the place and the type of the tensor."""
     entry = model()
     entry[0].weight.requires_grad_(False)
     set_module_tensor_to_device(entry, "0.weight", "cpu", value=torch.full((3, 2), 2.5, dtype=torch.float64))
@@ -40,7 +41,8 @@ def test_a_value_takes_the_place_and_the_type_of_the_tensor() -> None:
     assert entry[1].running_mean.tolist() == [1, 1, 1]
 
 
-def test_class_attributes_and_requires_grad_are_kept() -> None:
+def test_class_attributes_requires_grad() -> None:
+    """Class attributes and requires grad are kept."""
     linear = nn.Linear(2, 2)
     linear.weight = Marked(linear.weight.detach())
     linear.weight.group = 7  # type: ignore[attr-defined]
@@ -51,6 +53,7 @@ def test_class_attributes_and_requires_grad_are_kept() -> None:
 
 
 def test_only_fractions_are_converted() -> None:
+    """Only fractions are converted."""
     entry = model()
     set_module_tensor_to_device(entry, "table", "cpu", dtype=torch.float16)
     assert entry.table.dtype is torch.int64
@@ -61,7 +64,8 @@ def test_only_fractions_are_converted() -> None:
     assert "table" not in entry.state_dict()
 
 
-def test_nothing_to_do_leaves_the_very_tensor() -> None:
+def test_nothing_to_do() -> None:
+    """Nothing to do leaves the very tensor."""
     linear = nn.Linear(2, 2)
     before = linear.weight
     set_module_tensor_to_device(linear, "weight", "cpu:0")
@@ -81,6 +85,7 @@ def test_nothing_to_do_leaves_the_very_tensor() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(name: str, arguments: dict[str, object], message: str) -> None:
+    """What does not fit is named."""
     entry = model()
     entry.append(nn.Linear(2, 2, bias=False))
     with pytest.raises(ConfigError, match=message):
@@ -88,11 +93,13 @@ def test_what_does_not_fit_is_named(name: str, arguments: dict[str, object], mes
 
 
 def test_meta_without_a_value_says_so() -> None:
+    """Meta without a value says so."""
     with pytest.raises(ConfigError, match="0.weight of Sequential cannot go to cpu: it is on the meta device.*Give `value=`"):
         set_module_tensor_to_device(model().to("meta"), "0.weight", "cpu")
 
 
 def test_tied_copies_are_used_and_entered() -> None:
+    """Tied copies are used and entered."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     value = torch.ones(2, 2)
     tied: dict[int, dict[torch.device, torch.Tensor]] = {value.data_ptr(): {}}
@@ -105,19 +112,22 @@ def test_tied_copies_are_used_and_entered() -> None:
     assert entered.is_meta
 
 
-def test_statistics_of_quantized_weights_stay_beside_them() -> None:
+def test_quantized_statistics_kept() -> None:
+    """Statistics of quantized weights stay beside them."""
     linear = nn.Linear(2, 2)
     set_module_tensor_to_device(linear, "weight", "cpu", value=torch.ones(2, 2), fp16_statistics=torch.ones(2).half())
     assert linear.weight.SCB.dtype is torch.float16
 
 
-def test_devices_are_compared_by_what_they_are() -> None:
+def test_check_device_same_devices() -> None:
+    """Devices are compared by what they are."""
     assert check_device_same(torch.device("cpu", 0), "cpu")
     assert check_device_same("meta", META)
     assert not check_device_same("cpu", META)
 
 
-def test_offloaded_params_are_those_of_a_hook_that_offloads() -> None:
+def test_has_offloaded_params_of_hook() -> None:
+    """Offloaded params are those of a hook that offloads."""
     linear = nn.Linear(2, 2)
     add_hook_to_module(linear, AlignDevicesHook(execution_device="cpu"))
     assert not has_offloaded_params(linear)
@@ -126,7 +136,8 @@ def test_offloaded_params_are_those_of_a_hook_that_offloads() -> None:
     assert has_offloaded_params(linear)
 
 
-def test_inside_align_module_device_tensors_are_on_the_device() -> None:
+def test_align_moves_tensors() -> None:
+    """Inside align module device tensors are on the device."""
     linear = nn.Linear(2, 2)
     before = linear.weight
     with align_module_device(linear, "meta"):
@@ -136,7 +147,8 @@ def test_inside_align_module_device_tensors_are_on_the_device() -> None:
         assert linear.weight is before
 
 
-def test_inside_align_module_device_offloaded_weights_have_their_values() -> None:
+def test_align_brings_offloaded_weights() -> None:
+    """Inside align module device offloaded weights have their values."""
     linear = nn.Linear(2, 2)
     expected = linear.weight.detach().clone()
     add_hook_to_module(linear, AlignDevicesHook(execution_device="cpu", offload=True))

@@ -38,7 +38,8 @@ TENSORS = {
 }
 
 
-def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
+    """Every type and shape is returned."""
     offload_state_dict(tmp_path, TENSORS)
     index = json.loads((tmp_path / "index.json").read_text())
     assert list(index) == list(TENSORS)
@@ -51,6 +52,7 @@ def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
 
 
 def test_files_are_what_numpy_maps(tmp_path: Path) -> None:
+    """Files are what numpy maps."""
     index = offload_weight(torch.arange(6.0).reshape(2, 3), "weight", tmp_path, {})
     assert index is not None
     info = index["weight"]
@@ -60,7 +62,8 @@ def test_files_are_what_numpy_maps(tmp_path: Path) -> None:
     assert load_offloaded_weight(tmp_path / "theirs.dat", {"dtype": "bfloat16", "shape": []}).item() == 1.0
 
 
-def test_nothing_that_is_written_to_a_weight_gets_into_its_file(tmp_path: Path) -> None:
+def test_writes_do_not_reach_file(tmp_path: Path) -> None:
+    """Nothing that is written to a weight gets into its file."""
     index = offload_weight(torch.zeros(4), "weight", tmp_path, {})
     assert index is not None
     load_offloaded_weight(tmp_path / "weight.dat", index["weight"]).fill_(1)
@@ -71,7 +74,8 @@ def test_nothing_that_is_written_to_a_weight_gets_into_its_file(tmp_path: Path) 
     assert load_offloaded_weight(tmp_path / "weight.dat", index["weight"]).tolist() == [1, 1]
 
 
-def test_an_index_is_merged_by_many_at_once(tmp_path: Path) -> None:
+def test_index_merged_concurrently(tmp_path: Path) -> None:
+    """An index is merged by many at once."""
     save_offload_index({}, tmp_path)
     assert not os.listdir(tmp_path)
     entries = [{f"name{number}": {"dtype": "float32", "shape": [number]}} for number in range(6)]
@@ -86,7 +90,8 @@ def test_an_index_is_merged_by_many_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["index.json"]
 
 
-def test_weights_come_back_into_a_model(tmp_path: Path) -> None:
+def test_weights_back_into_model(tmp_path: Path) -> None:
+    """Weights come back into a model."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     offload_state_dict(tmp_path, {**expected, "0.SCB": torch.ones(2)})
@@ -101,7 +106,8 @@ def test_weights_come_back_into_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/secret", "a/b", "", "a\\b", "a\nb", 3])
-def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: Any) -> None:
+def test_traversal_names_refused(tmp_path: Path, name: Any) -> None:
+    """Names that lead elsewhere are refused."""
     inside = tmp_path / "inside"
     inside.mkdir()
     (tmp_path / "secret.dat").write_bytes(b"\0" * 4)
@@ -116,7 +122,8 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: Any) -> Non
     assert not os.listdir(inside)
 
 
-def test_links_and_pipes_are_not_opened(tmp_path: Path) -> None:
+def test_links_and_pipes_refused(tmp_path: Path) -> None:
+    """Links and pipes are not opened."""
     (tmp_path / "secret").write_bytes(b"\0" * 4)
     (tmp_path / "link.dat").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe.dat")
@@ -142,13 +149,15 @@ def test_links_and_pipes_are_not_opened(tmp_path: Path) -> None:
         ({"shape": [1]}, "which is no tensor"),
     ],
 )
-def test_an_index_that_does_not_fit_its_file_is_refused(tmp_path: Path, info: dict[str, Any], message: str) -> None:
+def test_index_mismatch_refused(tmp_path: Path, info: dict[str, Any], message: str) -> None:
+    """An index that does not fit its file is refused."""
     offload_weight(torch.ones(1), "weight", tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load_offloaded_weight(tmp_path / "weight.dat", info)
 
 
-def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+def test_unwritable_folder_explained(tmp_path: Path) -> None:
+    """A folder that cannot be written is explained."""
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Weights cannot be offloaded to .*file.*: .*exists"):
         offload_weight(torch.ones(1), "weight", tmp_path / "file")
@@ -160,6 +169,7 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "index.json"]
 
 
-def test_parts_of_a_state_dict_are_found_by_whole_names() -> None:
+def test_extract_submodules() -> None:
+    """Parts of a state dict are found by whole names."""
     state = {"a.b.weight": torch.ones(1), "a.bc": torch.ones(1), "d": torch.ones(1), "e.f": torch.ones(1)}
     assert list(extract_submodules_state_dict(state, ["a.b", "d", "e.f"])) == ["a.b.weight", "d", "e.f"]

@@ -34,7 +34,8 @@ def names(*arguments, **options):
     return list(find_offload_blocks(*arguments, **options))
 
 
-def test_what_is_small_is_one_block_but_for_the_whole_model_and_stacks():
+def test_small_models_and_stacks():
+    """What is small is one block but for the whole model and stacks."""
     assert list(find_offload_blocks(nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}), "inner").items()) == [
         ("inner", True)
     ]
@@ -43,7 +44,8 @@ def test_what_is_small_is_one_block_but_for_the_whole_model_and_stacks():
     assert names(inside, "inner") == ["inner", *(f"inner.{name}" for name in names(Model(), "")[1:])]
 
 
-def test_what_is_too_large_is_divided_and_its_own_tensors_come_alone():
+def test_large_modules_divided():
+    """What is too large is divided and its own tensors come alone."""
     assert list(find_offload_blocks(Model(), "", largest=200).items()) == [
         ("", False),
         ("layers.0", True),
@@ -53,16 +55,19 @@ def test_what_is_too_large_is_divided_and_its_own_tensors_come_alone():
     ]
 
 
-def test_a_list_of_modules_is_always_divided_since_nobody_calls_it():
+def test_module_list_always_divided():
+    """A list of modules is always divided since nobody calls it."""
     assert names(Model(), "layers") == ["layers.0", "layers.1", "layers.2"]
 
 
-def test_classes_that_are_to_be_whole_are():
+def test_whole_classes_stay_whole():
+    """Classes that are to be whole are."""
     assert names(Model(), "layers", largest=1) == [f"layers.{n}.{name}" for n in range(3) for name in ("up", "down")]
     assert names(Model(), "layers", largest=1, whole=["Layer"]) == ["layers.0", "layers.1", "layers.2"]
 
 
-def test_what_has_another_place_is_left_out():
+def test_other_entries_left_out():
+    """What has another place is left out."""
     assert list(find_offload_blocks(Model(), "", apart=["layers.1", "head"]).items()) == [
         ("", False),
         ("layers.0", True),
@@ -90,18 +95,21 @@ class WithList(nn.Module):
     ],
     ids=lambda module: type(module).__name__,
 )
-def test_modules_that_use_the_weights_of_their_children_stay_whole(module):
+def test_composites_stay_whole(module):
+    """Modules that use the weights of their children stay whole."""
     assert list(find_offload_blocks(nn.Sequential(module), "", largest=1).items()) == [("0", True)]
 
 
-def test_a_module_that_stands_twice_is_one_block():
+def test_shared_module_is_one_block():
+    """A module that stands twice is one block."""
     layer = nn.Linear(2, 2)
     assert names(nn.ModuleList([layer, layer]), "") == ["0"]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 3000), st.lists(st.sampled_from(["layers.0", "layers.1.up", "head", "layers.2"]), unique=True))
-def test_every_tensor_is_in_one_block_or_has_another_place(largest, apart):
+def test_every_tensor_in_one_block(largest, apart):
+    """Every tensor is in one block or has another place."""
     model = Model()
     found = []
     for name, whole in find_offload_blocks(model, "", largest=largest, apart=apart).items():

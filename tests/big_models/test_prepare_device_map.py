@@ -49,12 +49,14 @@ def trained(model: Any, accelerator: Accelerator | None) -> list[torch.Tensor]:
     return [model.down.weight.detach(), model.up.weight.detach()]
 
 
-def test_adapters_train_on_frozen_weights_that_are_on_a_disk() -> None:
+def test_adapters_on_disk_weights() -> None:
+    """Adapters train on frozen weights that are on a disk."""
     for ours, plain in zip(trained(adapted(), Accelerator(cpu=True)), trained(adapted(), None), strict=True):
         assert torch.equal(ours, plain)
 
 
-def test_a_spread_model_is_left_where_it_is_and_saved_whole(tmp_path: Path) -> None:
+def test_dispatched_model_saved_whole(tmp_path: Path) -> None:
+    """A dispatched model is left where it is and saved whole."""
     accelerator, model = Accelerator(cpu=True), adapted()
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model = accelerator.prepare(model, device_map=MAP, offload_folder=tmp_path / "weights")
@@ -77,6 +79,7 @@ def test_a_spread_model_is_left_where_it_is_and_saved_whole(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_spread_says_why(tmp_path: Path) -> None:
+    """What cannot be dispatched says why."""
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match="2 models"):
         accelerator.prepare(adapted(), adapted(), device_map=MAP)
@@ -103,7 +106,8 @@ def inference() -> tuple[bool, str]:
     return same, ""
 
 
-def test_several_processes_run_a_spread_model_and_cannot_train_it(ranks: Any) -> None:
+def test_several_processes_infer_only(ranks: Any) -> None:
+    """Several processes run a dispatched model and cannot train it."""
     for same, said in ranks(2).run(inference):
         assert same
         assert "2 processes cannot train" in said

@@ -61,7 +61,8 @@ def applied(layer: nn.Module, columns: int, dtype: torch.dtype = torch.float32) 
 
 
 @pytest.mark.parametrize("name", list(BITS))
-def test_a_converted_layer_computes_with_weights_that_are_at_most_half_a_step_off(name):
+def test_quantization_error_bound(name):
+    """A converted layer computes with weights that are at most half a step off."""
     config, half = BITS[name]
     plain = net()
     weight, bias = plain[0].weight.detach().clone(), plain[0].bias.detach().clone()
@@ -79,7 +80,8 @@ def test_a_converted_layer_computes_with_weights_that_are_at_most_half_a_step_of
 
 
 @pytest.mark.parametrize("name", ["torchao 8", "torchao 4", "bnb 8", "bnb nf4"])
-def test_head_and_tied_modules_stay_as_they_are(name):
+def test_head_and_ties_skipped(name):
+    """Head and tied modules stay as they are."""
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     model = transformers.LlamaForCausalLM(config)
     before = model.lm_head.weight.detach().clone()
@@ -92,7 +94,8 @@ def test_head_and_tied_modules_stay_as_they_are(name):
         assert model(torch.zeros(1, 4, dtype=torch.long)).logits.isfinite().all()
 
 
-def test_heads_are_found_with_and_without_a_name():
+def test_find_heads():
+    """Heads are found with and without a name."""
     assert get_keys_to_not_convert(net()) == ["4"]
     llama = transformers.LlamaConfig(**SIZES)
     assert get_keys_to_not_convert(transformers.LlamaModel(llama)) == []
@@ -101,7 +104,8 @@ def test_heads_are_found_with_and_without_a_name():
 
 
 @pytest.mark.parametrize("form", ["folder", "file", "index", "bin"])
-def test_an_empty_model_and_a_place_of_weights_give_the_same_as_a_full_one(tmp_path, form):
+def test_empty_model_with_weights(tmp_path, form):
+    """An empty model and a place of weights give the same as a full one."""
     full = net().eval()
     save_model(full, tmp_path, max_shard_size=20_000 if form == "index" else "1GB", safe_serialization=form != "bin")
     place = {"file": tmp_path / "model.safetensors", "index": tmp_path / "model.safetensors.index.json"}.get(form, tmp_path)
@@ -115,6 +119,7 @@ def test_an_empty_model_and_a_place_of_weights_give_the_same_as_a_full_one(tmp_p
 
 
 def test_types_of_the_rest():
+    """Types of the rest."""
     config = TorchaoQuantizationConfig(8, torch_dtype="bf16", keep_in_fp32_modules=["1"], skip_modules=["2"])
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.BatchNorm1d(32))
     model = load_and_quantize_model(model, config)
@@ -146,14 +151,15 @@ def peaks() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "bits", "layers"), [(name, *numbers) for name, numbers in LAYERS.items()])
-def test_the_most_memory_is_that_of_the_quantised_model_and_one_layer(peaks, name, bits, layers):
+def test_quantization_peak_memory(peaks, name, bits, layers):
     """One layer in full, with what its conversion makes of it: up to six copies in 32 bits."""
     entry = SIDE * SIDE * 4
     quantised = (COUNT - 1) * entry * bits // 32
     assert quantised < peaks[name] < quantised * 1.25 + layers * entry < COUNT * entry
 
 
-def test_a_shared_layer_is_converted_once_and_stays_shared():
+def test_shared_layer_converted_once():
+    """A shared layer is converted once and stays shared."""
     layer = nn.Linear(64, 64)
     model = nn.Sequential(layer, nn.Sequential(layer), nn.Linear(64, 4))
     made = load_and_quantize_model(model, BITS["bnb nf4"][0])
@@ -161,7 +167,8 @@ def test_a_shared_layer_is_converted_once_and_stays_shared():
     assert has_4bit_bnb_layers(made)
 
 
-def test_layers_that_do_not_fit_stay_and_are_named(caplog):
+def test_unfit_layers_named(caplog):
+    """Layers that do not fit stay and are named."""
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 30), nn.Linear(30, 30), nn.Linear(30, 2))
     load_and_quantize_model(model, TorchaoQuantizationConfig(4, group_size=32))
     assert [type(layer.weight) is nn.Parameter for layer in model] == [False, True, True, True]
@@ -169,13 +176,15 @@ def test_layers_that_do_not_fit_stay_and_are_named(caplog):
 
 
 def test_hooks_of_users_stay():
+    """Hooks of users stay."""
     model, calls = net(), []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     load_and_quantize_model(model, BITS["bnb nf4"][0])(torch.zeros(1, 128))
     assert calls == [1]
 
 
-def test_plans_count_the_bits_that_weights_will_have():
+def test_plans_count_quantized_bits():
+    """Plans count the bits that weights will have."""
     with init_empty_weights():
         model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False), nn.Linear(100, 1, bias=False))
     room = {"cpu": 25_000, "disk": 10**9}
@@ -188,7 +197,8 @@ def test_plans_count_the_bits_that_weights_will_have():
         load_and_quantize_model(model, TorchaoQuantizationConfig(8), device_map=tight)
 
 
-def test_a_type_that_nobody_asked_for_is_said_with_the_way_back(caplog):
+def test_dtype_change_warning(caplog):
+    """A type that nobody asked for is logged with the way back."""
     model = load_and_quantize_model(net(), BnbQuantizationConfig(load_in_8bit=True))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.int8, torch.float16}
     assert "was float32 and is float16 now" in caplog.text
@@ -199,6 +209,7 @@ def test_a_type_that_nobody_asked_for_is_said_with_the_way_back(caplog):
 
 
 def test_what_has_no_effect_is_said(caplog, tmp_path):
+    """What has no effect is logged."""
     model = load_and_quantize_model(net(), TorchaoQuantizationConfig(8), max_memory={"cpu": "1GB"}, offload_folder=tmp_path)
     assert model.hf_device_map == {"": "cpu"}
     assert "max_memory changes nothing" in caplog.text
@@ -206,6 +217,7 @@ def test_what_has_no_effect_is_said(caplog, tmp_path):
 
 
 def test_layers_are_replaced_alone():
+    """Layers are replaced alone."""
     with init_empty_weights():
         empty = net()
     config = BnbQuantizationConfig(load_in_8bit=True)
@@ -217,7 +229,8 @@ def test_layers_are_replaced_alone():
     assert not has_4bit_bnb_layers(full)
 
 
-def test_one_weight_is_parked_in_8_bits(tmp_path):
+def test_offload_8bit_weight(tmp_path):
+    """One weight is offloaded in 8 bits."""
     from slipstream.big_models.weight_store.offload_folder import load_offloaded_weight
 
     model = net()
@@ -246,13 +259,15 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_configs_that_cannot_be_say_which_field(name):
+def test_config_errors(name):
+    """Configs that cannot be say which field."""
     make, said = CONFIGS[name]
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
         make()
 
 
-def test_what_cannot_be_quantised_is_refused_before_anything_changes(tmp_path):
+def test_refused_before_changes(tmp_path):
+    """What cannot be quantised is refused before anything changes."""
     config = TorchaoQuantizationConfig(8)
     with init_empty_weights():
         empty = net()
@@ -276,7 +291,8 @@ def test_what_cannot_be_quantised_is_refused_before_anything_changes(tmp_path):
     assert all(parameter.is_meta for parameter in empty.parameters())
 
 
-def test_quantised_weights_do_not_go_to_the_disk_and_weights_that_are_away_are_not_quantised():
+def test_no_offload_of_quantized():
+    """Quantised weights do not go to the disk and weights that are offloaded are not quantised."""
     with pytest.raises(ConfigError, match=r"0\.weight is a Int8Tensor: quantised weights, .* cannot go to the disk"):
         dispatch_model(load_and_quantize_model(net(), TorchaoQuantizationConfig(8)), {"": "disk"})
     with pytest.raises(ConfigError, match=r"is dispatched, .*dispatch_model\(model, {\"\": \"cpu\"}\)"):
@@ -284,6 +300,7 @@ def test_quantised_weights_do_not_go_to_the_disk_and_weights_that_are_away_are_n
 
 
 def test_missing_weights_are_named(tmp_path, caplog):
+    """Missing weights are named."""
     save_model({"0.weight": torch.zeros(64, 128)}, tmp_path)
     with init_empty_weights():
         empty = net()
@@ -292,13 +309,15 @@ def test_missing_weights_are_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("library", "config"), [("bitsandbytes", "bnb 8"), ("torchao.quantization", "torchao 8")])
-def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, library, config):
+def test_missing_library_named(monkeypatch, library, config):
+    """A library that is not there is named with its extra."""
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[(bitsandbytes|quantize)\]'"):
         load_and_quantize_model(net(), BITS[config][0])
 
 
-def test_nothing_is_warned_of_when_all_is_well():
+def test_no_warnings_by_default():
+    """Nothing is warned of when all is well."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_and_quantize_model(net(), TorchaoQuantizationConfig(4, group_size=32))

@@ -33,6 +33,7 @@ class Model(nn.Module):
 
 
 def test_sizes_add_up_at_every_level() -> None:
+    """Sizes add up at every level."""
     sizes = compute_module_sizes(Model())
     wanted = {"scale": 28, "body.0": 64, "body.1": 4 * 4 * 4 + 8, "head": 100, "ids": 48, "mask": 10, "body.0.bias": 16}
     assert {name: sizes[name] for name in wanted} == wanted
@@ -42,7 +43,8 @@ def test_sizes_add_up_at_every_level() -> None:
     assert compute_module_sizes(Model(), buffers_only=True)[""] == compute_module_total_buffer_size(Model()) == 48 + 10 + 40
 
 
-def test_types_change_sizes_of_numbers_that_can_be_converted() -> None:
+def test_dtype_changes_sizes() -> None:
+    """Types change sizes of numbers that can be converted."""
     sizes = compute_module_sizes(Model(), dtype="float16", special_dtypes={"head.weight": torch.float32, "scale": CustomDtype.INT4})
     assert (sizes["body.0"], sizes["head"], sizes["scale"], sizes["ids"], sizes["mask"]) == (32, 80 + 10, 4, 48, 10)
     assert compute_module_sizes(Model().half(), dtype=torch.float32)["head"] == 100
@@ -53,12 +55,14 @@ def test_types_change_sizes_of_numbers_that_can_be_converted() -> None:
 
 
 def test_tied_weights_count_once() -> None:
+    """Tied weights count once."""
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4))
     model[1].weight = model[0].weight
     assert compute_module_sizes(model)[""] == 32 + 16
 
 
-def test_the_largest_layer_is_one_that_cannot_be_divided() -> None:
+def test_largest_layer() -> None:
+    """The largest layer is one that cannot be divided."""
     model = Model()
     sizes = compute_module_sizes(model)
     assert get_max_layer_size(model.named_children(), sizes, []) == (100, ["head"])
@@ -72,11 +76,13 @@ def test_the_largest_layer_is_one_that_cannot_be_divided() -> None:
     assert calculate_maximum_sizes(model) == (322, (136, ["body"]))
 
 
-def test_leaves_are_the_names_without_others_below() -> None:
+def test_leaves() -> None:
+    """Leaves are the names without others below."""
     assert get_module_leaves({"": 3, "a": 2, "a.b": 2, "ab": 1}) == ["a.b", "ab"]
 
 
-def test_size_with_ties_counts_what_is_shared_once() -> None:
+def test_size_with_ties() -> None:
+    """Size with ties counts what is shared once."""
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
     sizes = {"embed": 32, "embed.weight": 32, "head": 48, "head.weight": 32}
     assert get_module_size_with_ties(["head.weight"], 32, sizes, [("head", model["head"])]) == (48, ["head"], [model["head"]])
@@ -84,7 +90,8 @@ def test_size_with_ties_counts_what_is_shared_once() -> None:
         get_module_size_with_ties(["gone.weight"], 32, sizes, [("head", model["head"])])
 
 
-def test_named_tensors_and_buffers_that_are_not_saved() -> None:
+def test_named_tensors_and_unsaved_buffers() -> None:
+    """Named tensors and buffers that are not saved."""
     model = Model()
     assert [name for name, _ in named_module_tensors(model)] == ["scale", "ids", "mask"]
     assert [name for name, _ in named_module_tensors(model, include_buffers=False)] == ["scale"]
@@ -95,6 +102,7 @@ def test_named_tensors_and_buffers_that_are_not_saved() -> None:
 
 
 def test_storage_tells_what_shares_memory() -> None:
+    """Storage tells what shares memory."""
     zero = torch.zeros(4)
     assert id_tensor_storage(zero) == id_tensor_storage(zero[2:])
     assert id_tensor_storage(zero) != id_tensor_storage(zero.clone())

@@ -25,18 +25,21 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_ties_are_found_with_and_without_memory() -> None:
+def test_find_ties_with_meta() -> None:
+    """Ties are found with and without memory."""
     with init_empty_weights():
         empty = Tied()
     assert find_tied_parameters(empty) == find_tied_parameters(Tied()) == [["embed.weight", "head.weight"]]
 
 
-def test_one_module_in_two_places_is_tied() -> None:
+def test_module_in_two_places() -> None:
+    """One module in two places is tied."""
     shared = nn.Linear(2, 2)
     assert find_tied_parameters(nn.ModuleDict({"b": shared, "a": shared})) == [["a.bias", "b.bias"], ["a.weight", "b.weight"]]
 
 
-def test_the_same_memory_is_a_tie_and_parts_of_one_memory_are_not() -> None:
+def test_ties_by_memory() -> None:
+    """The same memory is a tie and parts of one memory are not."""
     flat = torch.zeros(8)
     model = nn.ParameterDict({"a": nn.Parameter(flat[:4]), "b": nn.Parameter(flat[4:]), "c": nn.Parameter(flat[:4])})
     model["d"] = nn.Parameter(torch.empty(0))
@@ -45,11 +48,13 @@ def test_the_same_memory_is_a_tie_and_parts_of_one_memory_are_not() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
+    """What is no model is refused."""
     with pytest.raises(ConfigError, match="got a dict"):
         find_tied_parameters({})
 
 
-def test_retying_keeps_the_one_with_values() -> None:
+def test_retie_keeps_values() -> None:
+    """Retying keeps the one with values."""
     model = Tied()
     groups = find_tied_parameters(model)
     kept = model.head.weight
@@ -61,7 +66,8 @@ def test_retying_keeps_the_one_with_values() -> None:
         retie_parameters(model, [["embed.weight", "tail.weight"]])
 
 
-def test_a_map_that_takes_ties_apart_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_tie_on_two_devices_warned(caplog: pytest.LogCaptureFixture) -> None:
+    """A map that takes ties apart is logged."""
     groups = find_tied_parameters(Tied())
     with caplog.at_level(logging.WARNING):
         check_tied_parameters_on_same_device(groups, {"": 0})
@@ -72,7 +78,8 @@ def test_a_map_that_takes_ties_apart_is_said(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_a_configuration_says_whether_weights_are_tied(tie: bool) -> None:
+def test_ties_in_config(tie: bool) -> None:
+    """A configuration says whether weights are tied."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16, tie_word_embeddings=tie

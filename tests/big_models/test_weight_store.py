@@ -62,7 +62,8 @@ def in_memory(block: WeightBlock) -> bool:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
-def test_what_stays_and_what_passes_is_within_the_limit(sizes: list[int], limit: int) -> None:
+def test_residency_within_limit(sizes: list[int], limit: int) -> None:
+    """What stays and what passes is within the limit."""
     if max(sizes) > limit:
         with pytest.raises(ConfigError, match="to run"):
             decide_residency(sizes, limit)
@@ -75,7 +76,8 @@ def test_what_stays_and_what_passes_is_within_the_limit(sizes: list[int], limit:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), max_size=12))
-def test_joined_spans_cover_the_same_bytes(starts: list[tuple[int, int]]) -> None:
+def test_merged_spans_cover_bytes(starts: list[tuple[int, int]]) -> None:
+    """Joined spans cover the same bytes."""
     spans = [(start, start + length) for start, length in starts]
     found = list(merge_spans(spans, gap=1))
     assert {byte for start, end in spans for byte in range(start, end)} == {byte for start, end in found for byte in range(start, end)}
@@ -83,7 +85,8 @@ def test_joined_spans_cover_the_same_bytes(starts: list[tuple[int, int]]) -> Non
     assert all(entry[1] < other[0] for entry, other in zip(found, found[1:], strict=False))
 
 
-def test_tensors_are_the_files_own_pages(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_tensors_are_file_pages(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """Tensors are the files own pages."""
     first, second = loader_of(tmp_path, stored), loader_of(tmp_path, stored)
     name = next(iter(stored))
     assert torch.equal(first[name], stored[name])
@@ -92,7 +95,8 @@ def test_tensors_are_the_files_own_pages(tmp_path: Path, stored: dict[str, torch
     assert first[name].data_ptr() == first[name].data_ptr() != second[name].data_ptr()  # asked twice, and copied never
 
 
-def test_with_a_limit_blocks_pass_and_their_memory_is_given_back(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_limit_releases_blocks(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """With a limit blocks pass and their memory is given back."""
     size = SIDE * SIDE * 4
     weights = loader_of(tmp_path, stored, limit=4 * size)
     bundles = [weights.bundle([name], "cpu") for name in stored]
@@ -107,6 +111,7 @@ def test_with_a_limit_blocks_pass_and_their_memory_is_given_back(tmp_path: Path,
 
 
 def test_without_a_limit_everything_stays(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """Without a limit everything stays."""
     weights = loader_of(tmp_path, stored)
     bundles = [weights.bundle([name], "cpu") for name in stored]
     for bundle in bundles:
@@ -123,7 +128,8 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_cache")
-def test_what_no_cache_can_hold_is_read_past_it_into_few_buffers(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_direct_reads(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """What no cache can hold is read past it into few buffers."""
     weights = loader_of(tmp_path, stored, limit=4 * SIDE * SIDE * 4)
     bundles = [weights.bundle([name], "cpu") for name in stored]
     assert weights.store.reads_around
@@ -139,7 +145,8 @@ def test_what_no_cache_can_hold_is_read_past_it_into_few_buffers(tmp_path: Path,
 
 
 @pytest.mark.usefixtures("no_cache")
-def test_a_buffer_that_somebody_holds_is_not_used_again(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_held_buffer_not_reused(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """A buffer that somebody holds is not used again."""
     weights = loader_of(tmp_path, stored, limit=3 * SIDE * SIDE * 4)
     bundles = [weights.bundle([name], "cpu") for name in stored]
     held = []
@@ -153,6 +160,7 @@ def test_a_buffer_that_somebody_holds_is_not_used_again(tmp_path: Path, stored: 
 
 @pytest.mark.usefixtures("no_cache")
 def test_reading_ahead_survives_a_fork(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """Reading ahead survives a fork."""
     weights = loader_of(tmp_path, stored, limit=3 * SIDE * SIDE * 4)
     bundles = [weights.bundle([name], "cpu") for name in stored]
 
@@ -172,6 +180,7 @@ def test_reading_ahead_survives_a_fork(tmp_path: Path, stored: dict[str, torch.T
 
 
 def test_the_order_is_learned(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """The order is learned."""
     weights = loader_of(tmp_path, stored)
     for name in stored:
         weights.bundle([name], "cpu")
@@ -186,7 +195,8 @@ def test_the_order_is_learned(tmp_path: Path, stored: dict[str, torch.Tensor]) -
     assert store.following(blocks[3]) is blocks[1]
 
 
-def test_backwards_the_one_before_is_expected(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_reverse_order_expected(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """Backwards the one before is expected."""
     weights = loader_of(tmp_path, stored)
     for name in stored:
         weights.bundle([name], "cpu")
@@ -197,7 +207,8 @@ def test_backwards_the_one_before_is_expected(tmp_path: Path, stored: dict[str, 
     assert store.following(blocks[4]) is blocks[3]
 
 
-def test_a_file_that_changes_under_a_model_is_an_error_and_no_crash(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_changed_file_is_error(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """A file that changes under a model is an error and no crash."""
     weights = loader_of(tmp_path, stored)
     bundles = [weights.bundle([name], "cpu") for name in stored]
     bundles[0].take()
@@ -208,7 +219,8 @@ def test_a_file_that_changes_under_a_model_is_an_error_and_no_crash(tmp_path: Pa
         bundles[0].take()
 
 
-def test_a_change_is_seen_by_a_model_of_one_block(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_changed_file_single_block(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """A change is seen by a model of one block."""
     bundle = loader_of(tmp_path, stored).bundle(list(stored), "cpu")
     bundle.take()
     bundle.give_back()
@@ -217,7 +229,8 @@ def test_a_change_is_seen_by_a_model_of_one_block(tmp_path: Path, stored: dict[s
         bundle.take()
 
 
-def test_descriptors_are_closed_with_the_last_tensor(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_descriptors_closed(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """Descriptors are closed with the last tensor."""
     def opened() -> int:
         links = [Path("/proc/self/fd", entry) for entry in os.listdir("/proc/self/fd")]
         return sum(os.readlink(link).startswith(str(tmp_path)) for link in links if link.is_symlink())
@@ -236,13 +249,15 @@ def test_descriptors_are_closed_with_the_last_tensor(tmp_path: Path, stored: dic
 
 
 def test_pipes_are_not_opened(tmp_path: Path) -> None:
+    """Pipes are not opened."""
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError):
         open_mapped_file(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd"])
-def test_an_index_in_a_folder_leads_nowhere_else(tmp_path: Path, stored: dict[str, torch.Tensor], name: str) -> None:
+def test_index_confined_to_folder(tmp_path: Path, stored: dict[str, torch.Tensor], name: str) -> None:
+    """An index in a folder leads nowhere else."""
     folder = tmp_path / "offload"
     folder.mkdir()
     save_file(stored, tmp_path / "secret.safetensors")
@@ -262,14 +277,16 @@ def test_an_index_in_a_folder_leads_nowhere_else(tmp_path: Path, stored: dict[st
         ({"dtype": "float32", "shape": [1000000]}, "has 4 bytes"),
     ],
 )
-def test_wrong_entries_of_an_index_say_what_is_wrong(tmp_path: Path, stored: dict[str, torch.Tensor], entry: Any, said: str) -> None:
+def test_wrong_index_entries(tmp_path: Path, stored: dict[str, torch.Tensor], entry: Any, said: str) -> None:
+    """Wrong entries of an index say what is wrong."""
     (tmp_path / "x.dat").write_bytes(b"1234")
     weights = OffloadedWeightsLoader(save_folder=tmp_path, index={"x": entry})
     with pytest.raises(CheckpointError, match=said):
         weights["x"]
 
 
-def test_a_map_has_what_is_in_memory_in_dumps_and_in_safetensors(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+def test_loader_sources(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    """A map has what is in memory in dumps and in safetensors."""
     (tmp_path / "bias.dat").write_bytes(bytes(torch.tensor([1.0, 2.0]).numpy()))
     index: dict[str, Any] = {name: {"safetensors_file": "model.safetensors"} for name in stored}
     index["bias"] = {"dtype": "float32", "shape": [2]}
@@ -289,11 +306,13 @@ def test_a_map_has_what_is_in_memory_in_dumps_and_in_safetensors(tmp_path: Path,
     assert copy.deepcopy(below).dataset is weights
 
 
-def test_a_plain_mapping_with_a_prefix_has_no_bundles() -> None:
+def test_plain_mapping_without_bundles() -> None:
+    """A plain mapping with a prefix has no bundles."""
     assert not hasattr(PrefixedDataset({"a.b": 1}, "a."), "bundle")
 
 
-def test_nothing_to_load_from_is_an_error() -> None:
+def test_loader_needs_source() -> None:
+    """Nothing to load from is an error."""
     with pytest.raises(ConfigError, match="from somewhere"):
         OffloadedWeightsLoader()
 
@@ -318,9 +337,10 @@ class Streams:
         return SimpleNamespace(wait_event=lambda event: self.calls.append("wait"))
 
 
-def test_on_an_accelerator_the_next_block_is_on_its_way_while_one_runs(
+def test_next_block_copied_ahead(
     tmp_path: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On an accelerator the next block is on its way while one runs."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     weights, streams = loader_of(tmp_path, stored), Streams()
     transfer = BlockTransfer(torch.device("cpu"), streams)
@@ -342,9 +362,10 @@ def test_on_an_accelerator_the_next_block_is_on_its_way_while_one_runs(
     assert "synchronize" in streams.calls  # pinned memory is filled again only after its copy is through
 
 
-def test_without_streams_blocks_are_copied_when_needed_and_that_is_said(
+def test_copies_without_streams(
     tmp_path: Path, stored: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without streams blocks are copied when needed and that is logged."""
     weights = loader_of(tmp_path, stored)
     bundle = weights.bundle(["blocks.0.weight"], "cpu")
     assert isinstance(bundle, PageBundle)
@@ -353,18 +374,21 @@ def test_without_streams_blocks_are_copied_when_needed_and_that_is_said(
     assert torch.equal(DeviceBundle(weights.store, bundle.block, transfer).take()[0], stored["blocks.0.weight"])
 
 
-def test_an_empty_store_has_nothing_to_keep() -> None:
+def test_empty_store() -> None:
+    """An empty store has nothing to keep."""
     assert WeightStore().kept == frozenset()
 
 
-def test_a_closed_file_is_not_closed_twice(tmp_path: Path) -> None:
+def test_close_once(tmp_path: Path) -> None:
+    """A closed file is not closed twice."""
     (tmp_path / "empty").write_bytes(b"")
     file = MappedFile(os.open(tmp_path / "empty", os.O_RDONLY), "empty")
     assert file.size == 0
     assert file.tensor("F32", (0,), 0, 0).numel() == 0
 
 
-def test_a_backward_brings_pages_back_and_stays_within_the_limit(tmp_path: Path) -> None:
+def test_backward_recalls_pages(tmp_path: Path) -> None:
+    """A backward brings pages back and stays within the limit."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(SIDE, SIDE, bias=False).requires_grad_(False) for _ in range(6)]
     plain = torch.nn.Sequential(*layers)
@@ -391,7 +415,8 @@ def test_a_backward_brings_pages_back_and_stays_within_the_limit(tmp_path: Path)
     assert len(most) == 6
 
 
-def test_a_leaf_of_an_offloaded_block_can_be_looked_at(tmp_path: Path) -> None:
+def test_align_leaf_of_block(tmp_path: Path) -> None:
+    """A leaf of an offloaded block can be looked at."""
     block = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
     model = torch.nn.ModuleDict({"block": block})
     weight = block[0].weight.detach().clone()
@@ -405,7 +430,8 @@ def test_a_leaf_of_an_offloaded_block_can_be_looked_at(tmp_path: Path) -> None:
     assert torch.equal(again["block"](torch.ones(1, 2)), model["block"](torch.ones(1, 2)))
 
 
-def test_what_is_written_into_a_block_is_lost_as_a_whole(tmp_path: Path) -> None:
+def test_writes_into_block_lost(tmp_path: Path) -> None:
+    """What is written into a block is lost as a whole."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(100, 100, bias=False) for _ in range(4)))
     wanted = [layer.weight.detach().clone() for layer in model]
@@ -417,7 +443,8 @@ def test_what_is_written_into_a_block_is_lost_as_a_whole(tmp_path: Path) -> None
     assert all(torch.equal(found[f"{number}.weight"], weight) for number, weight in enumerate(wanted))
 
 
-def test_functional_calls_leave_the_model_as_it_was(tmp_path: Path) -> None:
+def test_functional_call(tmp_path: Path) -> None:
+    """Functional calls leave the model as it was."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     x = torch.ones(1, 2)
     wanted = model(x)
@@ -438,7 +465,8 @@ class Tied(torch.nn.Module):
         return torch.nn.functional.linear(self.body(self.words(ids)), self.words.weight)
 
 
-def test_weights_that_are_used_outside_of_their_block_are_right_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_used_outside_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that are used outside of their block are right and that is logged."""
     torch.manual_seed(0)
     model, ids = Tied(), torch.tensor([1, 3])
     wanted = model(ids)
@@ -448,7 +476,8 @@ def test_weights_that_are_used_outside_of_their_block_are_right_and_that_is_said
     assert caplog.text.count("words.weight was used outside of the block") == 1
 
 
-def test_a_weight_that_is_away_has_no_values_of_its_own(tmp_path: Path) -> None:
+def test_placeholder_has_no_values(tmp_path: Path) -> None:
+    """A weight that is offloaded has no values of its own."""
     block = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
     model = torch.nn.ModuleDict({"body": block})
     real = block[0].weight.detach().clone()

@@ -43,7 +43,8 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return code, said.out, said.err
 
 
-def test_a_table_for_each_use_and_what_fits(folder, capsys):
+def test_tables_and_what_fits(folder, capsys):
+    """A table for each use and what fits."""
     code, out, err = asked(capsys, str(folder))
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -68,7 +69,8 @@ def test_a_table_for_each_use_and_what_fits(folder, capsys):
     assert any(line.startswith("cpu has ") and "runs in float32" in line and "trains in float32" in line for line in lines)
 
 
-def test_json_has_the_same_figures_in_bytes(folder, capsys):
+def test_json_output(folder, capsys):
+    """Json has the same figures in bytes."""
     code, out, _ = asked(capsys, str(folder), "--json", "--dtypes", "float32", "bf16", "--batch-size", "4", "--sequence_length", "16")
     data = json.loads(out)
     assert code == 0
@@ -84,12 +86,14 @@ def test_json_has_the_same_figures_in_bytes(folder, capsys):
 
 @pytest.mark.parametrize(("flag", "shown", "hidden"), [("--inference", "Inference", "Training"), ("--training", "Training", "Inference")])
 def test_one_use_alone(folder, capsys, flag, shown, hidden):
+    """One use alone."""
     _, out, _ = asked(capsys, str(folder), flag)
     assert f"\n{shown}" in out
     assert f"\n{hidden}" not in out
 
 
-def test_types_before_the_model_and_with_commas(folder, capsys):
+def test_types_before_model(folder, capsys):
+    """Types before the model and with commas."""
     _, before, _ = asked(capsys, "--dtypes", "int8", "fp16", str(folder), "--json")
     _, commas, _ = asked(capsys, str(folder), "--dtypes=int8,fp16", "--json")
     assert (
@@ -100,11 +104,13 @@ def test_types_before_the_model_and_with_commas(folder, capsys):
 
 
 def test_the_name_that_users_know(folder, capsys):
+    """The name that users know."""
     assert main(["estimate-memory", str(folder), "--inference"]) == 0
     assert "Inference" in capsys.readouterr().out
 
 
-def test_an_entry_point_in_a_file_and_in_a_package(tmp_path, capsys, monkeypatch):
+def test_entry_points(tmp_path, capsys, monkeypatch):
+    """An entry point in a file and in a package."""
     (tmp_path / "nets_of_a_user.py").write_text(
         "import torch\n\ndef build():\n    return torch.nn.Linear(8, 4)\n\nnet = torch.nn.Linear(8, 4)\n"
     )
@@ -119,14 +125,16 @@ def test_an_entry_point_in_a_file_and_in_a_package(tmp_path, capsys, monkeypatch
     sys.modules.pop("nets_of_a_user")
 
 
-def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path, capsys):
+def test_entry_point_prints_to_stderr(tmp_path, capsys):
+    """What an entry point prints is no part of the answer."""
     (tmp_path / "loud.py").write_text("import torch\n\ndef build():\n    print('made')\n    return torch.nn.Linear(8, 4)\n")
     _, out, err = asked(capsys, f"{tmp_path / 'loud.py'}:build", "--json")
     assert json.loads(out)["parameters"] == 36
     assert "made" in err
 
 
-def test_what_takes_long_gives_a_sign_of_life_on_a_terminal(capsys, monkeypatch):
+def test_long_steps_reported(capsys, monkeypatch):
+    """What takes long gives a sign of life on a terminal."""
     with waiting("calling quiet:build", after=0.0):
         pass
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -138,7 +146,8 @@ def test_what_takes_long_gives_a_sign_of_life_on_a_terminal(capsys, monkeypatch)
     assert err.endswith(" \r")
 
 
-def test_weights_alone_say_that_activations_are_not_counted(tmp_path, capsys):
+def test_weights_without_config(tmp_path, capsys):
+    """Weights alone say that activations are not counted."""
     save_model(torch.nn.Linear(8, 4), tmp_path / "plain")
     _, out, _ = asked(capsys, str(tmp_path / "plain"), "--dtypes", "float32")
     assert "Activations are not counted" in out
@@ -175,7 +184,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", list(MISTAKES))
-def test_mistakes_are_messages_that_say_what_to_write(tmp_path, folder, capsys, name):
+def test_mistakes_explained(tmp_path, folder, capsys, name):
+    """Mistakes are messages that say what to write."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "readme.txt").write_text("nothing")
     (tmp_path / "other.json").write_text('{"learning_rate": 1}')
@@ -198,7 +208,8 @@ def test_mistakes_are_messages_that_say_what_to_write(tmp_path, folder, capsys, 
     assert "Traceback" not in err
 
 
-def test_a_name_of_the_hub_is_refused_at_once_when_it_is_said_to_be_offline(capsys, monkeypatch, tmp_path):
+def test_hub_offline(capsys, monkeypatch, tmp_path):
+    """A name of the hub is refused at once when it is logged to be offline."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     code, _, err = asked(capsys, "some-org/some-model")
@@ -207,7 +218,8 @@ def test_a_name_of_the_hub_is_refused_at_once_when_it_is_said_to_be_offline(caps
     assert "HF_HUB_OFFLINE" in err
 
 
-def test_a_hub_that_does_not_answer_is_said_to_be_out_of_reach(capsys, monkeypatch):
+def test_hub_unreachable(capsys, monkeypatch):
+    """A hub that does not answer is logged to be out of reach."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     code, _, err = asked(capsys, "some-org/some-model")
@@ -215,7 +227,8 @@ def test_a_hub_that_does_not_answer_is_said_to_be_out_of_reach(capsys, monkeypat
     assert "this machine is offline" in err
 
 
-def test_a_folder_of_weights_is_answered_without_torch(folder):
+def test_folder_without_torch(folder):
+    """A folder of weights is answered without torch."""
     program = (
         "import sys; from slipstream.cli.main import main\n"
         f"assert main(['estimate', {str(folder)!r}]) == 0 and main(['estimate', '--help']) == 0\n"

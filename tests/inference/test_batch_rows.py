@@ -40,7 +40,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
 
-def test_a_mask_as_long_as_the_batch_is_not_cut(ranks):
+def test_mask_as_long_as_batch(ranks):
     """In the example, and in later calls of another structure, when the weights of other stages are gone."""
 
     def run() -> list[bool]:
@@ -53,7 +53,8 @@ def test_a_mask_as_long_as_the_batch_is_not_cut(ranks):
     assert ranks(2).run(run) == [[True] * 3] * 2
 
 
-def test_what_cannot_be_told_without_weights_is_refused(ranks):
+def test_ambiguous_rows_refused(ranks):
+    """What cannot be told without weights is refused."""
     def run() -> str:
         model = prepare_pippy(fixed(Masked()), example_args=(random(4, 4, 4),))
         try:
@@ -66,7 +67,8 @@ def test_what_cannot_be_told_without_weights_is_refused(ranks):
         assert "whether keys and values has a row for each of the 4 entries" in said
 
 
-def test_what_has_a_row_per_entry_is_told_from_what_has_none():
+def test_rows_told_apart():
+    """What has a row per entry is reported from what has none."""
     def read(**given: torch.Tensor) -> dict[str, bool]:
         batch = PipelineBatch((random(4, 4, 4),), given)
         model = fixed(Masked())

@@ -17,7 +17,7 @@ from slipstream.inference.pipeline import build_pipeline, find_pippy_batch_size,
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_output_is_that_of_the_plain_model(ranks, world):
+def test_output_equals_plain_model(ranks, world):
     """With exactly the rows that were given, of batches of any size; every weight is held by one process."""
 
     def run() -> tuple[list[bool], int, int]:
@@ -36,7 +36,8 @@ def test_the_output_is_that_of_the_plain_model(ranks, world):
     assert max(held for _, held, _ in results) < results[0][2] or world == 1
 
 
-def test_without_gather_output_the_last_process_has_the_output_and_the_others_none(ranks):
+def test_output_on_last_process(ranks):
+    """Without gather output the last process has the output and the others none."""
     def run() -> bool:
         plain, given = fixed(Tower()), torch.ones(5, 4).double()
         output = prepare_pippy(copy.deepcopy(plain), example_args=(given,), num_chunks=4)(given)
@@ -46,6 +47,7 @@ def test_without_gather_output_the_last_process_has_the_output_and_the_others_no
 
 
 def test_weights_of_other_stages_are_freed(ranks):
+    """Weights of other stages are freed."""
     def run() -> list[str]:
         model = fixed(Tower())
         weights = {name: weakref.ref(parameter) for name, parameter in model.named_parameters() if name.endswith("weight")}
@@ -59,7 +61,8 @@ def test_weights_of_other_stages_are_freed(ranks):
     assert second == ["layers.4.weight", "layers.5.weight", "head.weight"]
 
 
-def test_one_process_runs_the_plain_model_and_opens_no_group():
+def test_one_process_plain_model():
+    """One process runs the plain model and opens no group."""
     plain = fixed(Tower())
     model = prepare_pippy(copy.deepcopy(plain), example_args=(torch.ones(2, 4, dtype=torch.float64),), gather_output=True)
     given = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
@@ -69,7 +72,7 @@ def test_one_process_runs_the_plain_model_and_opens_no_group():
     assert not torch_group_is_open()
 
 
-def test_nested_inputs_and_outputs_pass_through_all_stages(ranks):
+def test_nested_inputs_and_outputs(ranks):
     """Inputs that only a late stage uses, outputs of an early one, flags, None, tensors without rows, and ones that are not contiguous."""
 
     def run() -> list[Any]:
@@ -85,7 +88,8 @@ def test_nested_inputs_and_outputs_pass_through_all_stages(ranks):
     assert ranks(3).run(run) == [[True] * 5] * 3
 
 
-def test_a_list_of_split_points_begins_stages_there(ranks):
+def test_split_point_list(ranks):
+    """A list of split points begins stages there."""
     def run() -> tuple[list[str], list[str], bool]:
         plain = fixed(Tower())
         model = prepare_pippy(copy.deepcopy(plain), ["layers.1", "head"], example_args=(torch.ones(4, 4).double(),), gather_output=True)
@@ -96,7 +100,8 @@ def test_a_list_of_split_points_begins_stages_there(ranks):
     assert ranks(3).run(run) == [(names, ["layers.1", "head"], True) for names in held]
 
 
-def test_a_tied_weight_of_a_transformers_model_is_in_both_stages(ranks):
+def test_tied_weight_in_both_stages(ranks):
+    """A tied weight of a transformers model is in both stages."""
     def run() -> tuple[bool, list[str], bool]:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -117,6 +122,7 @@ def test_a_tied_weight_of_a_transformers_model_is_in_both_stages(ranks):
 
 
 def test_inference_only_is_said_once(ranks):
+    """Inference only is logged once."""
     def run() -> bool:
         model = prepare_pippy(fixed(Tower()).train(), example_args=(torch.ones(4, 4).double(),), gather_output=True)
         outputs = [model(torch.ones(4, 4, requires_grad=True).double()) for _ in range(2)]
@@ -129,7 +135,8 @@ def test_inference_only_is_said_once(ranks):
     assert second.output == ""
 
 
-def test_autocast_and_inference_mode_are_those_of_the_call(ranks):
+def test_autocast_of_the_call(ranks):
+    """Autocast and inference mode are those of the call."""
     def run() -> list[bool]:
         plain, given = fixed(Tower()).float(), torch.ones(4, 4)
         with torch.inference_mode():
@@ -145,6 +152,7 @@ def test_autocast_and_inference_mode_are_those_of_the_call(ranks):
 
 
 def test_a_pipeline_outlives_the_process_group(ranks):
+    """A pipeline outlives the process group."""
     def run() -> list[bool]:
         plain, given = fixed(Tower()), torch.ones(4, 4).double()
         model = prepare_pippy(copy.deepcopy(plain), example_args=(given,), gather_output=True)
@@ -169,6 +177,7 @@ def test_a_pipeline_of_ones_own_steps(ranks):
     assert ranks(2).run(run) == [(True, True, 0)] * 2
 
 
-def test_the_number_of_rows_is_that_of_the_first_tensor_with_a_dimension():
+def test_pippy_batch_size():
+    """The number of rows is that of the first tensor with a dimension."""
     assert find_pippy_batch_size((), {"scale": torch.tensor(2.0), "x": [torch.ones(3, 2)]}) == 3
     assert find_pippy_batch_size((1, "text"), None) is None

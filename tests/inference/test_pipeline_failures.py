@@ -75,7 +75,8 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_is_refused_on_every_process(ranks):
+def test_wrong_arguments_on_all_ranks(ranks):
+    """What cannot be is refused on every process."""
     def run() -> dict[str, tuple[str, str]]:
         found = {}
         logged: list[logging.LogRecord] = []
@@ -94,7 +95,7 @@ def test_what_cannot_be_is_refused_on_every_process(ranks):
             assert re.search(told, text, re.DOTALL), (case, text)
 
 
-def test_a_mistake_of_one_process_is_told_to_all_and_the_pipeline_goes_on(ranks):
+def test_mistake_of_one_rank(ranks):
     """Another shape, another number of rows, a tensor that lost its rows, a value that cannot be sent."""
 
     def run() -> tuple[list[tuple[str, str]], bool]:
@@ -119,7 +120,8 @@ def test_a_mistake_of_one_process_is_told_to_all_and_the_pipeline_goes_on(ranks)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_process_that_fails_in_its_stage_ends_the_waits_of_the_others(ranks, world):
+def test_stage_failure_ends_waits(ranks, world):
+    """A process that fails in its stage ends the waits of the others."""
     def run() -> tuple[tuple[str, str], bool]:
         PartialState(timeout=60)
         plain, model = fixed(Lookup()), fixed(Lookup())
@@ -135,7 +137,8 @@ def test_a_process_that_fails_in_its_stage_ends_the_waits_of_the_others(ranks, w
     assert all(goes_on for _, goes_on in (*others, last)), "the next call opens the group again"
 
 
-def test_survivors_of_a_kill_in_a_stage_name_the_rank(ranks):
+def test_killed_stage_named(ranks):
+    """Survivors of a kill in a stage name the rank."""
     def run() -> tuple[str, str]:
         state = PartialState(timeout=40)
         model = prepare_pippy(fixed(Tower()), example_args=(GIVEN,), gather_output=True)
@@ -151,7 +154,7 @@ def test_survivors_of_a_kill_in_a_stage_name_the_rank(ranks):
     assert "pipeline" in first.value[1]
 
 
-def test_a_stage_that_gives_nothing_within_the_limit_ends_the_wait(ranks):
+def test_stage_timeout(ranks):
     """Where torch waits and not we: the limit is that of the process group, and the error is ours."""
 
     def run() -> tuple[str, str]:
@@ -169,7 +172,8 @@ def test_a_stage_that_gives_nothing_within_the_limit_ends_the_wait(ranks):
     assert "in pipeline number 1 at test_pipeline_failures.py:" in second[1]
 
 
-def test_a_prepared_model_is_not_prepared_again_and_weights_that_are_gone_are_named(ranks):
+def test_prepare_twice_refused(ranks):
+    """A prepared model is not prepared again and weights that are gone are named."""
     def run() -> list[tuple[str, str]]:
         arguments = Crossing.arguments(4)
         model = prepare_pippy(fixed(Crossing()), example_kwargs=arguments)
@@ -186,5 +190,6 @@ def test_a_prepared_model_is_not_prepared_again_and_weights_that_are_gone_are_na
 
 
 def test_what_is_no_model_is_refused() -> None:
+    """What is no model is refused."""
     with pytest.raises(ConfigError, match="given a"):
         prepare_pippy(3)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ accelerator.state.destroy_process_group()
 """
 
 
-def test_after_free_memory_and_destroy_process_group_nothing_is_said(tmp_path: Path) -> None:
+def test_silent_after_destroy(tmp_path: Path) -> None:
     """No warning of a group or a store that was left open, no abort by a connection that was, and exit code 0."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "slipstream", "launch", "--cpu", "--num_processes", "2", "script.py"]

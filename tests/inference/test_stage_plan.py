@@ -36,7 +36,8 @@ def sequences(draw: st.DrawFn) -> tuple[list[StageBlock], int]:
 
 @settings(max_examples=150, deadline=None)
 @given(sequences())
-def test_no_other_cut_has_a_smaller_largest_stage(case):
+def test_partition_is_optimal(case):
+    """No other cut has a smaller largest stage."""
     blocks, count = case
     starts = partition_evenly(blocks, count)
     made = stages(blocks, starts)
@@ -66,35 +67,41 @@ def names(*args: object, **kwargs: object) -> list[str]:
     return [block.name for block in order_blocks(*args, **kwargs)]
 
 
-def test_layers_of_a_list_stay_whole_and_what_holds_nothing_is_no_block():
+def test_list_layers_stay_whole():
+    """Layers of a list stay whole and what holds nothing is no block."""
     assert names(Network(), ()) == ["embedding", "body.layers.0", "body.layers.1", "body.layers.2", "head"]
 
 
 def test_named_classes_stay_whole():
+    """Named classes stay whole."""
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2))
     assert names(model, ()) == ["0.0", "0.1", "1"]
     assert names(model, ("Sequential",)) == ["0", "1"]
 
 
-def test_the_largest_blocks_are_divided_where_there_are_fewer_than_processes():
+def test_largest_blocks_divided():
+    """The largest blocks are divided where there are fewer than processes."""
     model = torch.nn.ModuleDict({"one": Layer(8), "two": Layer(2)})
     assert names(model, (), at_least=2) == ["one", "two"]
     assert names(model, (), at_least=4) == ["one.attention", "one.feed.0", "one.feed.2", "two"]
 
 
-def test_blocks_are_in_the_order_in_which_they_are_called():
+def test_blocks_in_call_order():
+    """Blocks are in the order in which they are called."""
     called = {"head": 0, "body.layers.1": 1, "embedding": 2}
     assert names(Network(), (), called=called) == ["head", "body.layers.1", "embedding"]
 
 
-def test_weights_outside_of_blocks_count_with_the_first():
+def test_weights_outside_blocks():
+    """Weights outside of blocks count with the first."""
     model = Network()
     model.positions = torch.nn.Parameter(torch.zeros(1000))
     assert order_blocks(model, ())[0].size == 4000 + 5 * 4 * 4
     assert generate_device_map(model, 2) == {"positions": 0, "embedding": 0, **{f"body.layers.{n}": 1 for n in range(3)}, "head": 1}
 
 
-def test_a_device_map_has_the_stage_of_every_block():
+def test_device_map_of_stages():
+    """A device map has the stage of every block."""
     assert generate_device_map(Network(), 2) == {"embedding": 0, "body.layers.0": 0, "body.layers.1": 0, "body.layers.2": 1, "head": 1}
     assert generate_device_map(torch.nn.Linear(2, 2)) == {"": 0}
 
@@ -109,12 +116,14 @@ def test_a_device_map_has_the_stage_of_every_block():
         ({"num_processes": 2, "max_memory": {1: "a lot"}}, r"max_memory\[1\]='a lot'"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, told):
+def test_wrong_arguments_on_all_ranks(arguments, told):
+    """What cannot be is refused."""
     arguments.setdefault("no_split_module_classes", ["Layer"])
     with pytest.raises(ConfigError, match=told):
         generate_device_map(Network(), **arguments)
 
 
 def test_limits_of_stages_are_kept():
+    """Limits of stages are kept."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(4)])
     assert list(generate_device_map(model, 2, max_memory={0: 64, 1: "1MB"}).values()) == [0, 1, 1, 1]

@@ -1,5 +1,8 @@
 """Activations, cache and tensors of Llama-like decoders by formula, from the config alone, without torch.
 
+This is the second way to an estimate, beside `meta_model.py`, and kept because of its speed: an 8B model takes 0.2 s of CPU time, where
+building it without memory and measuring it takes 10 s (2 cores, torch 2.13) and needs transformers.
+
 The formulas hold for `llama`, `mistral`, `qwen2` and `qwen3`. What autograd keeps for one token of one layer as transformers runs it with
 scaled dot product attention, with h = hidden size, i = intermediate size, q = heads x head size, k = the same for keys, w = bytes of the
 compute dtype:
@@ -55,7 +58,7 @@ class DecoderShape:
 
 
 def parse_decoder_shape(config: Mapping[str, Any] | None, sequence_length: int) -> DecoderShape | None:
-    """The sizes, if the formulas hold for what this config describes.
+    """Return the sizes of a decoder if the formulas hold for this config, else None.
 
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     >>> parse_decoder_shape({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}, 128).keys
@@ -85,12 +88,12 @@ def parse_decoder_shape(config: Mapping[str, Any] | None, sequence_length: int) 
 
 
 def compute_cache_size(shape: DecoderShape, tokens: int, width: int) -> int:
-    """Keys and values of all layers for so many tokens."""
+    """Return the bytes of keys and values of all layers for so many tokens."""
     return shape.layers * 2 * shape.keys * width * tokens
 
 
 def compute_step_peak(shape: DecoderShape, tokens: int, width: int, *, mixed: bool, checkpointing: bool) -> int:
-    """The most that is alive in a step of training beside weights and gradients; `width` is that of the type that is computed in."""
+    """Return the peak of a training step beside weights and gradients; `width` is the bytes of the compute dtype."""
     layer = _kept_by_layer(shape, width, mixed=mixed)
     last_norm = shape.hidden * (10 if mixed else 12 if width == 4 else 8)
     behind = (width + 4) * shape.vocabulary + last_norm
@@ -108,7 +111,7 @@ def compute_step_peak(shape: DecoderShape, tokens: int, width: int, *, mixed: bo
 
 
 def compute_forward_peak(shape: DecoderShape, tokens: int, width: int) -> int:
-    """The most that is alive in a forward pass without gradients, beside weights and cache: within an MLP, in attention, or the logits."""
+    """Return the peak of a forward pass without gradients, beside weights and cache: in an MLP, in attention, or the logits."""
     mlp = width * (3 * shape.intermediate + 4 * shape.hidden)
     attention = width * (shape.hidden + 3 * shape.queries + 2 * shape.keys)
     norm = shape.hidden * (2 * width + 8)
@@ -125,7 +128,7 @@ _TYPES: Final = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16"
 
 
 def list_decoder_tensors(config: Mapping[str, Any], shape: DecoderShape) -> EstimatedTensors | None:
-    """The parameters and buffers of a decoder; None if the config leaves open what they are.
+    """Return the parameters and buffers of a decoder; None if the config leaves open what they are.
 
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     >>> config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}

@@ -18,9 +18,10 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -50,14 +51,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a model is called with: shapes count, values do not."""
+    """The arguments of a model: shapes count, values do not."""
 
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] | None = None
     labels: Mapping[str, Any] | None = None
-    """Given while training alone, so that the model computes a loss."""
+    """Passed only in training, so that the model computes a loss."""
     cached: Mapping[str, Any] | None = None
-    """Given for inference alone, so that the model gives its cache of keys and values back."""
+    """Passed only in inference, so that the model returns its KV cache."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class MeasuredMemory:
     """Bytes beside weights and gradients."""
 
     kept: int
-    """What is alive after the forward pass: what autograd keeps for the backward pass, and the outputs."""
+    """Bytes alive after the forward pass: what autograd keeps for the backward pass, and the outputs."""
     peak: int
     """The most that was alive at a time."""
     cache: int = 0
@@ -81,7 +82,7 @@ def measure(
     training: bool = True,
     checkpointing: bool = False,
 ) -> MeasuredMemory:
-    """What a step takes with weights of `dtype`; with `autocast`, float32 weights that are computed with in `dtype`.
+    """Return the memory of a step with weights of `dtype`; with `autocast`, float32 weights and computation in `dtype`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32, device="meta"), torch.nn.ReLU(), torch.nn.Linear(32, 4, device="meta"))
     >>> measure(model, ModelInputs((torch.empty(16, 8, device="meta"),)), dtype=torch.float32).kept == 4 * 16 * (8 + 32 + 4) + 4
@@ -111,7 +112,7 @@ def measure(
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the memory behind tensors that operators made, from when they are made until nobody has them."""
+    """Counts the bytes of tensors that operators made, while they are alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,11 +121,11 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, int] = {}
 
     def spare(self, tensor: torch.Tensor) -> None:
-        """Memory that does not count: that of weights."""
+        """Do not count this memory: that of weights."""
         self._known[tensor.untyped_storage()._cdata] = 0
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Memory that counts no longer: it has become a gradient."""
+        """Stop counting this memory: it has become a gradient."""
         key = tensor.untyped_storage()._cdata
         self.now -= self._known.get(key, 0)
         self._known[key] = 0
@@ -150,18 +151,20 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes. The rule of shapes for grouped products refuses types that the operator itself takes."""
+    """Run an operator. The shape rule of grouped products refuses dtypes that the operator itself takes."""
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
-    taken = tree_map(
-        lambda entry: entry.to(torch.bfloat16) if isinstance(entry, torch.Tensor) and entry.is_floating_point() else entry, (args, kwargs)
-    )
-    return func(*taken[0], **taken[1]).to(args[0].dtype)
+
+    def convert(value: Any) -> Any:
+        return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    taken, options = tree_map(convert, (args, kwargs))
+    return func(*taken, **options).to(args[0].dtype)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _fake_weights(model: torch.nn.Module, fake: FakeTensorMode, dtype: torch.dtype, live: _LiveBytes, *, training: bool) -> Iterator[None]:
-    """The model with tensors that have no memory in the place of its own, and in the mode asked for; afterwards as it was."""
+    """Replace the tensors of the model by fake ones and set its mode inside of the block; restore both afterwards."""
     made: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     modes = {module: module.training for module in model.modules()}
@@ -197,7 +200,7 @@ def _fake_like(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype, l
 
 
 def _fake_inputs(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """Inputs in the type of the weights, without memory."""
+    """Return a function that makes fake inputs in the dtype of the weights."""
 
     def like(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -208,7 +211,7 @@ def _fake_inputs(dtype: torch.dtype) -> Callable[[Any], Any]:
 
 
 def _loss(outputs: Any) -> torch.Tensor | None:
-    """What is differentiated: the model's own loss, or the mean of its first output that has a gradient."""
+    """Return what is differentiated: the model's own loss, or the mean of its first output that has a gradient."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -217,49 +220,39 @@ def _loss(outputs: Any) -> torch.Tensor | None:
 
 
 def _cache_of(outputs: Any) -> int:
-    """The bytes of keys and values in what a model of transformers gives back."""
+    """Return the bytes of keys and values in the output of a transformers model."""
     names = ("past_key_values", "cache_params")
     tensors = [tensor for name in names for tensor in _tensors_in(getattr(outputs, name, None))]
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def _tensors_in(held: Any, depth: int = 5) -> Iterator[torch.Tensor]:
-    """The tensors in a cache, which may be one of two caches, of layers, of tensors."""
+    """Yield the tensors in a cache, which may be nested: two caches, of layers, of tensors."""
     if isinstance(held, torch.Tensor):
         yield held
     elif depth:
-        inner = (
-            held.values()
-            if isinstance(held, Mapping)
-            else held
-            if isinstance(held, (list, tuple))
-            else getattr(held, "__dict__", {}).values()
-        )
-        for entry in inner:
-            yield from _tensors_in(entry, depth - 1)
+        if isinstance(held, (list, tuple)):
+            inner: Iterable[Any] = held
+        else:
+            inner = held.values() if isinstance(held, Mapping) else getattr(held, "__dict__", {}).values()
+        for value in inner:
+            yield from _tensors_in(value, depth - 1)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _activation_checkpointing(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
-    """The repeated blocks of the model run under activation checkpointing, as most trainers do it."""
+    """Run the repeated blocks of the model under activation checkpointing, as most trainers do it."""
     if not wanted:
         yield
         return
     blocks = [model.get_submodule(name) for name in find_repeated_blocks(name for name, _ in model.named_modules() if name)]
     try:
         for block in blocks:
-            block.forward = _checkpointed(block.forward)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         yield
     finally:
         for block in blocks:
             vars(block).pop("forward", None)
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
-
-    return run
 
 
 _CONNECT_TIMEOUT: Final = 5.0
@@ -272,7 +265,7 @@ _Built = tuple[torch.nn.Module, ModelInputs | None]
 
 
 def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
-    """The parameters and buffers of a model, tied ones once.
+    """Return the parameters and buffers of a model, tied ones once.
 
     >>> [(part.name, part.linear) for part in list_tensors(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))).parts][:2]
     [('0.weight', True), ('0.bias', False)]
@@ -280,7 +273,8 @@ def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
     whole = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [name for name, module in model.named_modules() if type(module).__name__ in whole]
     linear = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
-    outside = {id(module.weight) for module in (_output_head(model),) if module is not None} | _embedded(model)
+    head = _output_head(model)
+    outside = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head}
     parts = [
         EstimatedTensor(
             name,
@@ -301,7 +295,7 @@ def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
 
 
 def _output_head(model: torch.nn.Module) -> Any:
-    """What makes the output: it stays as it is when a model is quantised."""
+    """Return the output head, which is not quantized."""
     given = getattr(model, "get_output_embeddings", None)
     found = given() if callable(given) else None
     if found is None:
@@ -309,15 +303,11 @@ def _output_head(model: torch.nn.Module) -> Any:
     return found if isinstance(getattr(found, "weight", None), torch.Tensor) else None
 
 
-def _embedded(model: torch.nn.Module) -> set[int]:
-    return {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-
-
 # --- entry points -------------------------------------------------------------------------------------------------------------------
 
 
 def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -> _Built:
-    """The model that `package.module:name` or `file.py:name` gives: a function, a class or a model. It runs on the meta device."""
+    """Build the model of `package.module:name` or `file.py:name` (a function, a class or a model) on the meta device."""
     place, _, name = given.rpartition(":")
     found: Any = _module(place, given)
     for word in name.split("."):
@@ -347,7 +337,7 @@ def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -
 
 
 def _buildable(found: Any) -> list[str]:
-    """The names in a module, or in a class, that could be an entry point; what a module imports is none."""
+    """Return the names in a module, or in a class, that could be an entry point, without imported ones."""
     there = {name: value for name, value in vars(found).items() if not name.startswith("_")}
     if not isinstance(found, ModuleType):
         return list(there)
@@ -378,7 +368,7 @@ def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) 
 
 
 def _without_memory(make: Callable[[], Any]) -> Any:
-    """What a function makes, on the meta device; if it looks at values on the way, with parameters alone on the meta device."""
+    """Call a function on the meta device; if it needs values, with only parameters on the meta device."""
     try:
         with torch.device("meta"):
             return make()
@@ -425,13 +415,13 @@ def _importable(folder: str) -> Iterator[None]:
 
 
 def _describe_error(error: BaseException) -> str:
-    """What was raised, and in which line of the user's code."""
+    """Return what was raised, and in which line of the user's code."""
     lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'without a message'}{_user_line(error)}"
 
 
 def _user_line(error: BaseException) -> str:
-    """The last line of the user's own files on the way to an error; "" if none was."""
+    """Return the last line of the user's own files in a traceback; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (at {error.filename}:{error.lineno})"
     library = os.path.dirname(os.__file__) + os.sep
@@ -453,7 +443,7 @@ def _as_inputs(inputs: Any) -> ModelInputs:
 
 
 def _guessed_inputs(model: torch.nn.Module, batch_size: int, sequence_length: int | None) -> ModelInputs | None:
-    """Tokens for a model that begins with an embedding, rows for one that begins with a linear layer; None if it cannot be known."""
+    """Return tokens for a model that begins with an embedding, rows for one that begins with a linear layer; else None."""
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         return _inputs_for_transformers(model, batch_size, sequence_length or 1)
     first = next(
@@ -494,7 +484,7 @@ def _inputs_for_transformers(model: Any, batch_size: int, sequence_length: int) 
 
 
 def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence_length: int, *, trust_remote_code: bool) -> _Built:
-    """The model that a config of transformers describes; `path` is the file, or the folder around it."""
+    """Build the model of a transformers config; `path` is the file, or the folder around it."""
     _refuse_foreign_code(config, str(path), trust_remote_code)
     if "model_type" not in config:
         kind = "diffusers" if "_class_name" in config else "another library"
@@ -518,7 +508,7 @@ def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence
 
 
 def _suspicious_fields(config: Mapping[str, Any]) -> str:
-    """The fields of a config that look as if they were the reason."""
+    """Return the fields of a config that may be the reason."""
     words = ("size", "heads", "layers", "dim", "positions", "embeddings")
     sizes = {name: value for name, value in config.items() if name.rpartition("_")[2] in words and value is not None}
     odd = [f"{name} is {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value <= 0]
@@ -529,7 +519,7 @@ def _suspicious_fields(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_foreign_code(config: Mapping[str, Any], where: str, allowed: bool) -> None:
-    """Refuses a config that brings code along, unless that is allowed."""
+    """Refuse a config that brings code along, unless that is allowed."""
     if config.get("auto_map") and not allowed:
         raise ConfigError(
             f"{where} asks for code that comes with the model ({', '.join(map(str, dict(config['auto_map']).values()))}).\n"
@@ -557,7 +547,7 @@ def _transformers(where: str) -> Any:
 
 
 def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: Mapping[str, str], *, trust_remote_code: bool) -> _Built:
-    """The model of that name on the hub, from the cache of this machine or over the network."""
+    """Build the model of that name on the hub, from the local cache or over the network."""
     transformers = _transformers(name)
     missing = f"There is no file, folder or entry point {name!r} here; as the name of a model on the hub it"
     try:
@@ -586,7 +576,7 @@ def _fetched(transformers: Any, name: str, trust_remote_code: bool, *, local_fil
 
 
 def _hub_reachable(environ: Mapping[str, str]) -> bool:
-    """Whether the hub, or the proxy before it, takes a connection within seconds; names may take longer to fail than that."""
+    """Return whether the hub, or its proxy, accepts a connection within seconds; a DNS lookup may take longer to fail."""
     constants = importlib.import_module("huggingface_hub.constants")
     proxies = [environ[name] for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environ.get(name)]
     target = urlsplit(proxies[0] if proxies else constants.ENDPOINT)
@@ -594,36 +584,30 @@ def _hub_reachable(environ: Mapping[str, str]) -> bool:
     answers: list[bool] = []
 
     def connect() -> None:
-        try:
+        with contextlib.suppress(OSError):
             socket.create_connection((target.hostname, port), timeout=_CONNECT_TIMEOUT).close()
-        except OSError:
-            answers.append(False)
-        else:
             answers.append(True)
 
     asking = threading.Thread(target=connect, daemon=True)
     asking.start()
     asking.join(_CONNECT_TIMEOUT)
-    return answers == [True]
+    return bool(answers)
 
 
 @contextmanager
 def plain_transformers_paths() -> Iterator[None]:
-    """While a model of transformers is measured, it takes the ways that it takes on real tensors of one sequence each.
+    """Make transformers run as on real tensors of one sequence each inside of the block.
 
-    It looks at the values of positions to see whether several sequences lie in one row, and cannot on tensors without any; it would then
+    It looks at the values of positions to see whether several sequences are packed in one row, and cannot on fake tensors; it would then
     make masks that a real run does not have.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    before = getattr(masking, name, None)
-    if before is None:
-        with silence_libraries():
-            yield
-        return
-    setattr(masking, name, lambda position_ids: None)
+    before = getattr(masking, "find_packed_sequence_indices", None)
     try:
+        if before is not None:
+            masking.find_packed_sequence_indices = lambda position_ids: None
         with silence_libraries():
             yield
     finally:
-        setattr(masking, name, before)
+        if before is not None:
+            masking.find_packed_sequence_indices = before

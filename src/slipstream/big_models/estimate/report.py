@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from slipstream.big_models.estimate import formula, tensors
 from slipstream.big_models.estimate.formula import list_decoder_tensors
 from slipstream.big_models.estimate.tensors import (
+    OPTIMIZERS,
     WEIGHT_DTYPES,
     EstimatedTensors,
     TrainingMode,
     WeightDtype,
-    compute_optimizer_size,
     list_training_modes,
 )
 from slipstream.devices.memory import available_memory
@@ -41,7 +41,7 @@ _DEFAULT_LENGTH: Final = 2048
 
 
 class EstimateOptions(NamedTuple):
-    """What is asked for."""
+    """What to estimate."""
 
     dtypes: tuple[WeightDtype, ...]
     batch_size: int = 1
@@ -96,13 +96,13 @@ class Estimate(NamedTuple):
     notes: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
-        """As data for JSON."""
+        """Return the figures as data for JSON."""
         rows = {"inference": [row._asdict() for row in self.inference], "training": [row._asdict() for row in self.training]}
         return {**self._asdict(), **rows}
 
 
 class _EstimatedModel(NamedTuple):
-    """What the user named: its parts, and what activations can be found out from."""
+    """What the user named: its tensors, and what activations are computed from."""
 
     kind: str
     parts: EstimatedTensors
@@ -115,7 +115,7 @@ class _EstimatedModel(NamedTuple):
 
 
 def estimate(given: str, settings: EstimateOptions, environ: Mapping[str, str]) -> Estimate:
-    """The figures for what `given` names: a folder, a config, weights, an entry point, or a name on the hub."""
+    """Return the figures for what `given` names: a folder, a config, weights, an entry point, or a name on the hub."""
     subject = _find_model(given, settings, environ)
     activations = _Activations(subject, settings)
     inference = tuple(_inference(subject.parts, kind, activations) for kind in settings.dtypes) if settings.inference else ()
@@ -153,7 +153,7 @@ def _notes(settings: EstimateOptions, trains: bool) -> list[str]:
 
 
 def measure_free_memory(environ: Mapping[str, str]) -> dict[str, int]:
-    """Bytes that are free on each device of this machine; torch is asked if there are others than the host.
+    """Return the free bytes of each device of this machine; torch is imported if there are accelerators.
 
     >>> list(measure_free_memory({}))[-1]
     'cpu'
@@ -179,14 +179,14 @@ def _training(parts: EstimatedTensors, way: TrainingMode, optimizer: str, activa
     width = kind.bits // 8
     weights = parts.size(kind)
     gradients = sum(part.count * width for part in parts.trained)
-    states = sum(compute_optimizer_size(optimizer, part.shape, width) for part in parts.trained)
+    states = sum(OPTIMIZERS[optimizer](part.shape, width) for part in parts.trained)
     peak = activations.step(way)
     total = weights + gradients + states + (peak or 0)
     return TrainingMemory(way.name, parts.largest_layer(kind)[1], weights, gradients, states, peak, total)
 
 
 class _Activations:
-    """What runs take, by formula or measured; each run once."""
+    """Memory of activations, by formula or measured; each run once."""
 
     def __init__(self, subject: _EstimatedModel, settings: EstimateOptions) -> None:
         self._subject = subject
@@ -201,17 +201,16 @@ class _Activations:
             self.notes.append(f"Activations are not counted: {subject.why_not}")
 
     def forward(self, kind: WeightDtype) -> tuple[int | None, int | None]:
-        """Cache and peak of a forward pass."""
+        """Return cache and peak of a forward pass."""
         width = WEIGHT_DTYPES[kind.computes].bits // 8
         if self._shape is not None:
-            return formula.compute_cache_size(self._shape, self._tokens, width), formula.compute_forward_peak(
-                self._shape, self._tokens, width
-            )
+            cache = formula.compute_cache_size(self._shape, self._tokens, width)
+            return cache, formula.compute_forward_peak(self._shape, self._tokens, width)
         found = self._run(kind.computes, autocast=False, training=False)
         return (None, None) if found is None else (found.cache, found.peak)
 
     def step(self, way: TrainingMode) -> int | None:
-        """Peak of a step of training."""
+        """Return the peak of a training step."""
         checkpointing = self._settings.gradient_checkpointing
         if self._shape is not None:
             width = WEIGHT_DTYPES[way.computes].bits // 8
@@ -220,39 +219,31 @@ class _Activations:
         return None if found is None else found.peak
 
     def _run(self, dtype: str, *, autocast: bool, training: bool) -> MeasuredMemory | None:
-        if self._subject.model is None or self._subject.inputs is None:
+        model, inputs = self._subject.model, self._subject.inputs
+        if model is None or inputs is None:
             return None
         dtype = "bfloat16" if dtype == "float16" else dtype  # of the same size, and every operator has it
         key = (dtype, autocast, training)
         if key not in self._measured:
-            self._measured[key] = self._try(dtype, autocast=autocast, training=training)
+            self._measured[key] = self._measure(model, inputs, dtype, autocast=autocast, training=training)
         return self._measured[key]
 
-    def _try(self, dtype: str, *, autocast: bool, training: bool) -> MeasuredMemory | None:
+    def _measure(
+        self, model: torch.nn.Module, inputs: ModelInputs, dtype: str, *, autocast: bool, training: bool
+    ) -> MeasuredMemory | None:
         import torch
 
         from slipstream.big_models.estimate.meta_model import measure, plain_transformers_paths
 
-        assert self._subject.model is not None
-        assert self._subject.inputs is not None
-        checkpointing = self._settings.gradient_checkpointing
+        options = {"autocast": autocast, "training": training, "checkpointing": self._settings.gradient_checkpointing}
+        what = f"measuring {'a step' if training else 'a run'} in {dtype} (this can take a while)"
         try:
-            with (
-                plain_transformers_paths(),
-                waiting(f"measuring {'a step' if training else 'a run'} in {dtype} (this can take a while)"),
-            ):
-                return measure(
-                    self._subject.model,
-                    self._subject.inputs,
-                    dtype=getattr(torch, dtype),
-                    autocast=autocast,
-                    training=training,
-                    checkpointing=checkpointing,
-                )
+            with plain_transformers_paths(), waiting(what):
+                return measure(model, inputs, dtype=getattr(torch, dtype), **options)
         except Exception as error:  # code of the model, which may need values that there are none of
-            lines = str(error).strip().splitlines()
-            what = f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
-            self.notes.append(f"Activations could not be measured in {dtype}, and are not counted: the model raised {what}")
+            lines = str(error).strip().splitlines() or ["without a message"]
+            raised = f"{type(error).__name__}: {lines[0]}"
+            self.notes.append(f"Activations could not be measured in {dtype}, and are not counted: the model raised {raised}")
             return None
 
 
@@ -314,7 +305,7 @@ def _from_file(path: Path, settings: EstimateOptions) -> _EstimatedModel:
 def _from_described_config(
     config: Mapping[str, Any], path: Path, settings: EstimateOptions, parts: EstimatedTensors | None, kind: str
 ) -> _EstimatedModel:
-    """A model with a config: by formula where one is known, else built."""
+    """Return a model with a config: by formula where one is known, else built."""
     length = _length(config, settings.sequence_length)
     if not settings.measure and (shape := formula.parse_decoder_shape(config, length)) is not None:
         known = parts if parts is not None else list_decoder_tensors(config, shape)

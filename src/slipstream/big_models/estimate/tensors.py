@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from slipstream.checkpoint.manifest import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from slipstream.checkpoint.manifest import MANIFEST, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, parse_manifest
 from slipstream.config.names import nearest
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import strict_json
@@ -25,7 +25,7 @@ from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, re
 
 __all__ = [
     "EstimatedTensor", "EstimatedTensors", "GROUP_SIZE", "OPTIMIZERS", "TrainingMode", "WEIGHT_DTYPES", "WeightDtype",
-    "compute_optimizer_size", "find_layer", "find_repeated_blocks", "has_weights", "list_training_modes", "parse_weight_dtype",
+    "find_layer", "find_repeated_blocks", "has_weights", "list_training_modes", "parse_weight_dtype",
     "read_config", "read_tensors",
 ]
 
@@ -64,7 +64,7 @@ _OTHER_NAMES: Final = MappingProxyType(
 
 
 def parse_weight_dtype(name: str) -> WeightDtype:
-    """The type of that name.
+    """Return the dtype of that name.
 
     >>> parse_weight_dtype("bf16").name
     'bfloat16'
@@ -92,7 +92,7 @@ class TrainingMode:
 
 
 def list_training_modes(kind: WeightDtype) -> Sequence[TrainingMode]:
-    """The ways to train in a type; none for types that have no gradients.
+    """Return the ways to train in a dtype; none for dtypes without gradients.
 
     >>> [way.name for way in list_training_modes(WEIGHT_DTYPES["bfloat16"])]
     ['bfloat16 mixed', 'bfloat16 pure']
@@ -112,7 +112,7 @@ def _adafactor_size(shape: Sequence[int], width: int) -> int:
 
 
 def _adamw_8bit_size(shape: Sequence[int], width: int) -> int:
-    """Two states of a byte each with a scale of 4 bytes for 256 of them; small tensors keep two states of 32 bits."""
+    """Return the bytes of two states of a byte each with a scale of 4 bytes for 256 of them; small tensors keep 32 bits."""
     count = math.prod(shape)
     return 2 * (count + 4 * math.ceil(count / 256)) if count >= 4096 else 8 * count
 
@@ -130,17 +130,6 @@ OPTIMIZERS: Final[Mapping[str, Callable[[Sequence[int], int], int]]] = MappingPr
 )
 """Bytes of an optimizer's states for one tensor, by its shape and the bytes of one of its numbers."""
 
-
-def compute_optimizer_size(name: str, shape: Sequence[int], width: int) -> int:
-    """Bytes of states for one tensor.
-
-    >>> compute_optimizer_size("adamw", (10, 20), 4), compute_optimizer_size("adafactor", (10, 20), 4)
-    (1600, 120)
-    """
-    return OPTIMIZERS[name](shape, width)
-
-
-_FLOAT_PREFIXES = ("F", "BF")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +158,10 @@ class EstimatedTensor:
     @property
     def floating(self) -> bool:
         """Whether it takes on the type that a model is converted to; what is packed already does not."""
-        return self.dtype.startswith(_FLOAT_PREFIXES) and not self.dtype.startswith("F8_")
+        return self.dtype.startswith(("F", "BF")) and not self.dtype.startswith("F8_")
 
     def size(self, kind: WeightDtype) -> int:
-        """Bytes in a model of that kind.
+        """Return the bytes in a model of that dtype.
 
         >>> weight = EstimatedTensor("up.weight", (256, 128), "F32", linear=True)
         >>> [weight.size(WEIGHT_DTYPES[name]) for name in ("float32", "bfloat16", "int8", "int4")]
@@ -196,7 +185,7 @@ class EstimatedTensors:
     notes: tuple[str, ...] = field(default=())
 
     def size(self, kind: WeightDtype) -> int:
-        """Bytes of all weights and buffers."""
+        """Return the bytes of all weights and buffers."""
         return sum(part.size(kind) for part in self.parts)
 
     @property
@@ -218,7 +207,7 @@ class EstimatedTensors:
         return [part for part in self.parts if part.trainable and part.floating]
 
     def largest_layer(self, kind: WeightDtype) -> tuple[str, int]:
-        """Name and bytes of the largest layer.
+        """Return name and bytes of the largest layer.
 
         >>> names = ["embed.weight", "layers.0.up.weight", "layers.0.down.weight"]
         >>> EstimatedTensors([EstimatedTensor(name, (4, 4), "F32") for name in names]).largest_layer(WEIGHT_DTYPES["float32"])
@@ -226,13 +215,13 @@ class EstimatedTensors:
         """
         sizes: dict[str, int] = {}
         for part in self.parts:
-            layer = part.layer if part.layer is not None else find_layer(part.name)
+            layer = find_layer(part.name) if part.layer is None else part.layer
             sizes[layer] = sizes.get(layer, 0) + part.size(kind)
         return max(sizes.items(), key=lambda item: item[1], default=("", 0))
 
 
 def find_layer(name: str) -> str:
-    """The layer that a tensor belongs to, by its name.
+    """Return the layer that a tensor belongs to, by its name.
 
     >>> find_layer("model.layers.7.mlp.up.weight"), find_layer("model.norm.weight"), find_layer("scale")
     ('model.layers.7', 'model.norm', '')
@@ -245,7 +234,7 @@ def find_layer(name: str) -> str:
 
 
 def find_repeated_blocks(names: Iterable[str]) -> list[str]:
-    """Of the names of modules, those of the blocks that repeat.
+    """Return, of the names of modules, those of repeated blocks.
 
     >>> find_repeated_blocks(["embed", "layers", "layers.0", "layers.0.up", "layers.1", "head"])
     ['layers.0', 'layers.1']
@@ -254,19 +243,18 @@ def find_repeated_blocks(names: Iterable[str]) -> list[str]:
 
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_MANIFEST: Final = "MANIFEST.json"  # as `checkpoint/manifest.py` has it, which takes longer to import than everything here to run
 _LARGEST_MANIFEST: Final = 64 << 20
 _LARGEST_CONFIG: Final = 16 << 20
 _NOT_LINEAR: Final = ("embed", "wte", "wpe", "head", "norm", "ln_", "shared", "position", "score", "classifier", "conv", "router")
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there is any file in a folder that could hold weights."""
-    return any(path.name == _MANIFEST or path.name.endswith((*_SUFFIXES, ".index.json")) for path in folder.iterdir())
+    """Return whether a folder has a file that could hold weights."""
+    return any(path.name == MANIFEST or path.name.endswith((*_SUFFIXES, ".index.json")) for path in folder.iterdir())
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The mapping in a config file."""
+    """Return the mapping in a config file."""
     try:
         if path.stat().st_size > _LARGEST_CONFIG:
             raise CheckpointError(f"{path} is larger than {_LARGEST_CONFIG:,} bytes, and so no config. Give the config.json of a model.")
@@ -279,7 +267,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> EstimatedTensors:
-    """The tensors of the weights at a path: a file, an index, or a folder.
+    """Return the tensors of the weights at a path: a file, an index, or a folder.
 
     >>> import tempfile
     >>> from slipstream.files.safetensors_layout import plan_layout
@@ -315,14 +303,12 @@ def _make_tensor(name: str, shape: tuple[int, ...], dtype: str) -> EstimatedTens
 
 
 def _layouts(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] | None:
-    """Layouts of safetensors files, and which of their names count; None if these are weights of another kind."""
+    """Return layouts of safetensors files, and which of their names count; None for weights of another format."""
     if path.is_file():
         if path.name.endswith(".index.json"):
             return _read_index(path)
         return [(_layout(path), None)] if path.name.endswith(".safetensors") else None
-    if (path / _MANIFEST).is_file():
-        from slipstream.checkpoint.manifest import MANIFEST, parse_manifest
-
+    if (path / MANIFEST).is_file():
         with ConfinedFolder(path) as held:
             manifest = parse_manifest(held.read(MANIFEST, _LARGEST_MANIFEST), str(path / MANIFEST))
         if not manifest.models or manifest.models[0].pieces:
@@ -342,7 +328,7 @@ def _read_index(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] |
     content = strict_json.parse(path.read_bytes(), str(path))
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) and file.endswith(".safetensors") for file in places.values()):
-        return None  # the readers of weights say what is wrong with it, or know what it is
+        return None  # the readers of `checkpoint/` know what it is, or what is wrong with it
     names: dict[str, set[str]] = {}
     for name, file in places.items():
         names.setdefault(check_name(file, str(path)), set()).add(name)
@@ -378,20 +364,11 @@ def _read_with_torch(path: Path) -> list[EstimatedTensor]:
     return parts
 
 
-def _tied_once(parts: Iterable[EstimatedTensor], config: Mapping[str, Any]) -> tuple[list[EstimatedTensor], list[str]]:
-    """Some files hold a head that is tied to the embedding as well; a model that says so has it once."""
-    kept = list(parts)
+def _tied_once(parts: Sequence[EstimatedTensor], config: Mapping[str, Any]) -> tuple[list[EstimatedTensor], list[str]]:
+    """Return the tensors without a head that is tied to the embedding and stored all the same, and a note about it."""
     if config.get("tie_word_embeddings") is not True:
-        return kept, []
-    heads = [part for part in kept if part.name.rpartition("lm_head.weight")[1] and part.name.endswith("lm_head.weight")]
-    doubled = list(_also_embedded(heads, kept))
-    if not doubled:
-        return kept, []
-    names = {part.name for part in doubled}
-    return [part for part in kept if part.name not in names], [f"{', '.join(sorted(names))} is tied to the embedding and is counted once."]
-
-
-def _also_embedded(heads: Iterable[EstimatedTensor], parts: list[EstimatedTensor]) -> Iterator[EstimatedTensor]:
-    for head in heads:
-        if any("embed" in part.name or "wte" in part.name for part in parts if part.shape == head.shape and part is not head):
-            yield head
+        return list(parts), []
+    embeddings = {part.shape for part in parts if "embed" in part.name or "wte" in part.name}
+    tied = sorted(part.name for part in parts if part.name.endswith("lm_head.weight") and part.shape in embeddings)
+    notes = [f"{', '.join(tied)} is tied to the embedding and is counted once."] if tied else []
+    return [part for part in parts if part.name not in tied], notes

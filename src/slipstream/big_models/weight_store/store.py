@@ -335,8 +335,9 @@ _READER_THREADS: Final = 2
 class DirectBlockReader:
     """Reads blocks with direct I/O into up to `count` buffers of `room` bytes.
 
-    For blocks that are larger together than the free memory: through the page cache they would evict each other and what others have
-    there, and the file would be read again in every pass.
+    For blocks that are larger together than the free memory: in the page cache they would evict each other and what others have there.
+    It is kept beside mapped pages because it is faster in that case: 512 MB in 0.63 s and 0.05 s of CPU time, where pages that are
+    prefetched, waited for and given back take 0.79 to 0.96 s and 0.21 s (2 cores, cold cache).
     """
 
     def __init__(self, room: int, count: int) -> None:

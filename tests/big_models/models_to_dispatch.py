@@ -1,4 +1,4 @@
-"""A small model with everything that makes spreading hard, and helpers around it."""
+"""A small model that is hard to dispatch (ties, buffers, lists of layers), and helpers around it."""
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def small(seed=0):
     return model.eval()
 
 
-def skeleton():
+def empty_model():
     with init_empty_weights():
         return Small().eval()
 
