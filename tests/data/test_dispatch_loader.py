@@ -104,7 +104,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_global_batches_are_those_of_one_process(ranks: Any, world: int) -> None:
+def test_global_batches_match_one_process(ranks: Any, world: int) -> None:
+    """Global batches are those of one process."""
+
     def run() -> Any:
         found = []
         for kind, length, batch, drop_last, even, split in CASES:
@@ -127,7 +129,9 @@ def test_global_batches_are_those_of_one_process(ranks: Any, world: int) -> None
             assert not end or remainder == len(entry) % size
 
 
-def test_a_short_last_batch_is_completed_from_the_start_of_the_pass(ranks: Any) -> None:
+def test_short_last_batch_completed(ranks: Any) -> None:
+    """A short last batch is completed from the start of the pass."""
+
     def run() -> Any:
         loaders = [prepared(DataLoader(kind(range(9)), batch_size=2), even_batches=True) for kind in (Stream, Mapped)]
         return [[listed(batch) for batch in loader] for loader in loaders]
@@ -136,7 +140,9 @@ def test_a_short_last_batch_is_completed_from_the_start_of_the_pass(ranks: Any) 
 
 
 @pytest.mark.parametrize("kind", [Stream, Mapped])
-def test_only_rank_0_reads_and_each_item_once(ranks: Any, kind: Any) -> None:
+def test_only_rank_0_reads(ranks: Any, kind: Any) -> None:
+    """Only rank 0 reads and each item once."""
+
     def run() -> Any:
         dataset = kind(range(10)) if PartialState().process_index == 0 else Untouchable(kind)
         made = DataLoader(dataset, batch_size=2) if kind is Stream else DataLoader(dataset, batch_size=2, sampler=range(10))
@@ -177,7 +183,9 @@ def test_ragged_tensors_texts_and_any_structure(ranks: Any) -> None:
         assert read == texts
 
 
-def test_a_batch_is_cut_along_its_first_dimension_lists_too(ranks: Any) -> None:
+def test_batch_cut_along_first_dimension(ranks: Any) -> None:
+    """A batch is cut along its first dimension lists too."""
+
     def collate(samples: list[int]) -> dict[str, Any]:
         return {"x": torch.tensor(samples), "text": [str(sample) for sample in samples], "sum": sum(samples)}
 
@@ -192,7 +200,9 @@ def test_a_batch_is_cut_along_its_first_dimension_lists_too(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_the_script_may_cut_batches_itself(ranks: Any, split: bool) -> None:
+def test_user_slice_function(ranks: Any, split: bool) -> None:
+    """The script may cut batches itself."""
+
     def interleaved(data: Any, tensor_slice: slice, process_index: int, num_processes: int) -> Any:
         assert tensor_slice == slice(2 * process_index, 2 * process_index + 2)
         return data[process_index::num_processes]
@@ -221,7 +231,9 @@ def test_batches_that_are_ready_made(ranks: Any, kind: Any) -> None:
     assert [entry for entry, _, _, _ in cut] == [batch.tolist() for batch in batches]
 
 
-def test_a_batch_sampler_of_the_scripts_own_and_a_shuffled_order(ranks: Any) -> None:
+def test_batch_sampler_and_shuffled_order(ranks: Any) -> None:
+    """A batch sampler of the script's own and a shuffled order."""
+
     def run() -> Any:
         sampler = BatchSampler(SequentialSampler(range(11)), 3, False)
 
@@ -260,7 +272,9 @@ def test_workers_of_rank_0(ranks: Any, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Stream, Mapped])
-def test_a_pass_that_begins_later_gives_the_rest(ranks: Any, kind: Any) -> None:
+def test_later_start_gives_rest(ranks: Any, kind: Any) -> None:
+    """A pass that begins later gives the rest."""
+
     def run() -> Any:
         return [passed(skip_first_batches(prepared(DataLoader(kind(range(13)), batch_size=2)), skipped)) for skipped in range(5)]
 
@@ -270,7 +284,9 @@ def test_a_pass_that_begins_later_gives_the_rest(ranks: Any, kind: Any) -> None:
         assert together([result[skipped] for result in results]) == whole[skipped:]
 
 
-def test_seeking_reads_nothing_that_comes_before_but_what_completes_the_last_batch(ranks: Any) -> None:
+def test_seeking_reads_only_the_head(ranks: Any) -> None:
+    """Seeking reads nothing that comes before but what completes the last batch."""
+
     def run() -> Any:
         found = []
         for size in (None, 1):
@@ -287,7 +303,9 @@ def test_seeking_reads_nothing_that_comes_before_but_what_completes_the_last_bat
         assert results[1][case][1] == 0
 
 
-def test_one_call_for_each_global_batch(ranks: Any) -> None:
+def test_one_call_per_global_batch(ranks: Any) -> None:
+    """One call for each global batch."""
+
     def run() -> Any:
         channel: Any = PartialState()._channel()
         items = [{"x": torch.ones(50, number), "y": str(number), "z": torch.zeros(())} for number in range(12)]
@@ -300,7 +318,9 @@ def test_one_call_for_each_global_batch(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Stream, Mapped])
-def test_what_reading_raises_is_raised_on_every_rank(ranks: Any, kind: Any) -> None:
+def test_read_error_raised_everywhere(ranks: Any, kind: Any) -> None:
+    """What reading raises is raised on every rank."""
+
     class Failing(kind):  # type: ignore[misc,valid-type]
         def __getitem__(self, position: int) -> Any:
             if position == 5:
@@ -322,7 +342,9 @@ def test_what_reading_raises_is_raised_on_every_rank(ranks: Any, kind: Any) -> N
     assert ranks(2).run(run) == [("OSError", True, [0, 1]), ("DistributedOperationException", True, [0, 1])]
 
 
-def test_a_rank_that_leaves_the_loop_alone_is_named(ranks: Any) -> None:
+def test_rank_that_leaves_is_named(ranks: Any) -> None:
+    """A rank that leaves the loop alone is named."""
+
     def run() -> None:
         state = PartialState()
         for step, _ in enumerate(prepared(DataLoader(Mapped(range(10)), batch_size=1))):
@@ -335,7 +357,9 @@ def test_a_rank_that_leaves_the_loop_alone_is_named(ranks: Any) -> None:
         assert "rank 1: wait_for_everyone at test_dispatch_loader.py:" in str(outcome.error)
 
 
-def test_reading_leaves_the_random_state_of_rank_0_alone(ranks: Any) -> None:
+def test_random_state_of_rank_0_untouched(ranks: Any) -> None:
+    """Reading leaves the random state of rank 0 alone."""
+
     class Noisy(Mapped):
         def __getitem__(self, position: int) -> float:
             return random.random() + float(torch.rand(()))
@@ -355,7 +379,9 @@ def test_reading_leaves_the_random_state_of_rank_0_alone(ranks: Any) -> None:
     assert len({item for entry, *_ in first[0] for item in entry}) == 4
 
 
-def test_the_effective_batch_decides_about_batches_and_steps(ranks: Any) -> None:
+def test_effective_batch(ranks: Any) -> None:
+    """The effective batch decides about batches and steps."""
+
     def run() -> Any:
         loader = prepared(DataLoader(Stream(range(32)), batch_size=5), effective_batch_size=16)
         return loader.batch_size, loader.steps_per_update, len(next(iter(loader)))
@@ -363,7 +389,8 @@ def test_the_effective_batch_decides_about_batches_and_steps(ranks: Any) -> None
     assert ranks(2).run(run) == [(4, 2, 4)] * 2
 
 
-def test_prepare_dispatches_when_it_is_asked_to() -> None:
+def test_prepare_dispatches_on_request() -> None:
+    """Prepare dispatches when it is asked to."""
     place = DataRank(0, 1, lambda: None, None)  # type: ignore[arg-type,return-value]
     for dispatch, kind in [(True, DispatchLoader), (None, object)]:
         config = DataLoaderConfiguration(dispatch_batches=dispatch)
@@ -372,7 +399,9 @@ def test_prepare_dispatches_when_it_is_asked_to() -> None:
         assert isinstance(loader, DispatchLoader) == (kind is DispatchLoader)
 
 
-def test_batches_that_cannot_be_cut_evenly_are_refused_at_once(ranks: Any) -> None:
+def test_uneven_cut_refused(ranks: Any) -> None:
+    """Batches that cannot be cut evenly are refused at once."""
+
     def run() -> str:
         with pytest.raises(ConfigError) as caught:
             prepared(DataLoader(Stream(range(4)), batch_size=3), split_batches=True, even_batches=True)
@@ -386,7 +415,8 @@ def zipped(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", [Stream, Mapped])
-def test_lists_of_samples_are_cut_between_samples(ranks: Any, kind: Any) -> None:
+def test_sample_lists_cut(ranks: Any, kind: Any) -> None:
+    """Lists of samples are cut between samples."""
     images = [torch.full((3, 2, 2), float(number)) for number in range(4)]
     pairs = [(image, {"boxes": torch.full((number, 4), float(number))}) for number, image in enumerate(images)]
 
@@ -398,7 +428,8 @@ def test_lists_of_samples_are_cut_between_samples(ranks: Any, kind: Any) -> None
     assert ranks(2).run(run) == [[[(3, 2, 2)] * 2, [0.0, 1.0], [0, 1]], [[(3, 2, 2)] * 2, [2.0, 3.0], [2, 3]]]
 
 
-def test_a_list_that_could_be_of_samples_or_of_parts_is_refused(ranks: Any) -> None:
+def test_ambiguous_list_refused(ranks: Any) -> None:
+    """A list that could be of samples or of parts is refused."""
     pairs = [(torch.ones(2), torch.zeros(2))] * 2
 
     def run() -> Any:
@@ -412,7 +443,9 @@ def test_a_list_that_could_be_of_samples_or_of_parts_is_refused(ranks: Any) -> N
     assert ranks(2).run(run) == [(True, [[[1.0, 1.0]], [[0.0, 0.0]]])] * 2
 
 
-def test_items_that_are_none_are_not_the_end(ranks: Any) -> None:
+def test_none_items(ranks: Any) -> None:
+    """Items that are none are not the end."""
+
     def run() -> Any:
         loader = DataLoader(Stream([torch.arange(4), None, torch.arange(4, 8)]), batch_size=None)
         return [batch if batch is None else batch.tolist() for batch in prepared(loader, split_batches=True)]

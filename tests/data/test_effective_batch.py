@@ -16,7 +16,8 @@ from slipstream.errors import ConfigError
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 8))
 @settings(max_examples=200, deadline=None)
-def test_the_largest_size_that_fits_and_comes_out_even_is_taken(effective: int, most: int, world: int) -> None:
+def test_largest_even_size(effective: int, most: int, world: int) -> None:
+    """The largest size that fits and comes out even is taken."""
     if effective % world:
         with pytest.raises(ConfigError, match=f"effective_batch_size={effective} cannot be shared evenly"):
             split_effective_batch(effective, most, world)
@@ -42,7 +43,9 @@ def test_errors_name_what_would_work() -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_updates_are_of_the_same_samples_on_any_number_of_processes(split: bool) -> None:
+def test_updates_independent_of_world_size(split: bool) -> None:
+    """Updates are of the same samples on any number of processes."""
+
     def updates(world: int, size: int) -> list[list[Any]]:
         loaders = ranks_of(
             lambda: DataLoader(range(50), batch_size=size, shuffle=True, collate_fn=keep),
@@ -62,7 +65,8 @@ def test_updates_are_of_the_same_samples_on_any_number_of_processes(split: bool)
             assert updates(world, size) == expected
 
 
-def test_a_batch_sampler_of_torch_given_by_hand_has_a_size() -> None:
+def test_torch_batch_sampler_has_size() -> None:
+    """A batch sampler of torch given by hand has a size."""
     loader = prepared(DataLoader(range(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, False)), effective_batch_size=4)
     assert (loader.batch_size, loader.steps_per_update) == (2, 2)
     assert prepared(DataLoader(range(8))).steps_per_update is None
@@ -98,7 +102,8 @@ class Lazy(Sampler[int]):
 
 @pytest.mark.parametrize("length", [100, 96, 23, 0])
 @pytest.mark.parametrize("kind", ["known", "drawn", "stream"])
-def test_with_drop_last_short_updates_are_dropped_on_any_number_of_processes(kind: str, length: int) -> None:
+def test_drop_last_drops_short_updates(kind: str, length: int) -> None:
+    """With drop last short updates are dropped on any number of processes."""
     whole = length - length % 24
 
     def make() -> DataLoader[Any]:
@@ -127,7 +132,8 @@ def test_rank_0_drops_short_updates_too(stream: bool) -> None:
     assert sum(built, []) == list(range(12, 96))
 
 
-def test_a_batch_that_becomes_tiny_is_told_with_a_number_that_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_tiny_batch_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch that becomes tiny is reported with a number that keeps it."""
     assert split_effective_batch(62, 30, 2) == (1, 31)
     assert "effective_batch_size=60 keeps batches of 30" in caplog.text
     caplog.clear()

@@ -77,7 +77,9 @@ def test_every_sample_once_and_in_order(ranks: Any, world: int) -> None:
     check()
 
 
-def test_without_a_loader_nothing_is_dropped(ranks: Any) -> None:
+def test_nothing_dropped_without_loader(ranks: Any) -> None:
+    """Without a loader nothing is dropped."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
         loader = accelerator.prepare(DataLoader(range(5), batch_size=2))

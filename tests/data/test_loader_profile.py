@@ -12,12 +12,14 @@ def marks(loader: DataLoader) -> int:
     return sum(event.count for event in profiler.key_averages() if "DataLoader" in event.key)
 
 
-def test_a_profiler_sees_every_batch_of_a_prepared_loader() -> None:
+def test_profiler_sees_every_batch() -> None:
+    """A profiler sees every batch of a prepared loader."""
     plain = DataLoader(TensorDataset(torch.arange(12)), batch_size=4)
     assert marks(Accelerator(cpu=True).prepare(plain)) == marks(plain) > 2
 
 
-def test_profiling_can_begin_and_end_within_a_pass() -> None:
+def test_profiling_within_a_pass() -> None:
+    """Profiling can begin and end within a pass."""
     loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(12)), batch_size=4))
     batches = iter(loader)
     seen = next(batches)[0].tolist()

@@ -31,9 +31,10 @@ def loader_of(length: int = 10, size: int = 2, **options: Any) -> DataLoader[Any
     st.integers(0, 30), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans(), st.booleans()
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_ranks_together_read_what_one_process_would(
+def test_ranks_match_one_process(
     length: int, world: int, each: int, even: bool, drop_last: bool, split: bool, shuffle: bool
 ) -> None:
+    """Ranks together read what one process would."""
     size, total = (each * world,) * 2 if split else (each, each * world)
     shuffle = shuffle and length > 0
     loaders = ranks_of(lambda: loader_of(length, size, drop_last=drop_last, shuffle=shuffle), world, even_batches=even, split_batches=split)
@@ -52,7 +53,8 @@ def test_ranks_together_read_what_one_process_would(
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("even", [True, False])
-def test_batches_of_tensors_are_those_of_torch(world: int, even: bool) -> None:
+def test_tensor_batches_match_torch(world: int, even: bool) -> None:
+    """Batches of tensors are those of torch."""
     data = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
     loaders = ranks_of(lambda: DataLoader(data, batch_size=12 // world), world, even_batches=even)
     plain = DataLoader(data, batch_size=12)
@@ -66,7 +68,8 @@ def test_batches_of_tensors_are_those_of_torch(world: int, even: bool) -> None:
     (True, [BatchShares((1, 1, 1), (1, 1, 0), False, 3), [0, 3], [1, 4], [2, 0]]),
     (False, [BatchShares((1, 1, 1), (1, 1, 0), True, 3), [0, 3], [1, 4], [2, 0]]),
 ])  # fmt: skip
-def test_single_positions_are_dealt_out(even: bool, expected: list[Any]) -> None:
+def test_single_positions_dealt_out(even: bool, expected: list[Any]) -> None:
+    """Single positions are dealt out."""
     loaders = ranks_of(lambda: DataLoader(list(range(5)), batch_size=None), 3, even_batches=even)
     read = list(rounds(loaders))
     assert read[0][1] is None
@@ -81,7 +84,8 @@ def test_single_positions_cannot_be_split() -> None:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_ready_made_batches_count_their_samples(ranks: Any, even: bool) -> None:
+def test_ready_made_batches_counted(ranks: Any, even: bool) -> None:
+    """Ready made batches count their samples."""
     parts = [torch.arange(4), torch.arange(4, 7), torch.arange(7, 9)]
 
     def run() -> Any:
@@ -100,7 +104,9 @@ def test_ready_made_batches_count_their_samples(ranks: Any, even: bool) -> None:
     assert first[1:] == second[1:] == (8, 2)
 
 
-def test_a_ready_made_batch_that_cannot_be_read_is_told_to_all(ranks: Any) -> None:
+def test_ready_made_batch_error_everywhere(ranks: Any) -> None:
+    """A ready made batch that cannot be read is told to all."""
+
     def run() -> Any:
         from slipstream import PartialState
 
@@ -141,7 +147,8 @@ class Bucketed(Sampler[list[int]]):
 @pytest.mark.parametrize("kind", [Bucketed, list])
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_batches_of_a_batch_sampler_are_dealt_out_whole(kind: Any, even: bool, world: int) -> None:
+def test_batch_sampler_batches_dealt_whole(kind: Any, even: bool, world: int) -> None:
+    """Batches of a batch sampler are dealt out whole."""
     batches = [[0, 1], [2, 3], [4], [5, 6], [7, 8, 9]]
     loaders = ranks_of(lambda: DataLoader(list(range(10)), batch_sampler=kind(batches), collate_fn=keep), world, even_batches=even)
     dealt = [
@@ -156,7 +163,8 @@ def test_batches_of_a_batch_sampler_are_dealt_out_whole(kind: Any, even: bool, w
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_batches_of_a_batch_sampler_are_cut_with_split_batches(world: int) -> None:
+def test_batch_sampler_split_batches(world: int) -> None:
+    """Batches of a batch sampler are cut with split batches."""
     batches = [[0, 1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
     for even in (True, False):
         loaders = ranks_of(
@@ -168,7 +176,9 @@ def test_batches_of_a_batch_sampler_are_cut_with_split_batches(world: int) -> No
         assert [real_samples(together, shares) for together, shares in rounds(loaders)] == batches
 
 
-def test_torchs_batch_sampler_given_by_hand_is_one_of_samples() -> None:
+def test_torch_batch_sampler_by_hand() -> None:
+    """Torch's batch sampler given by hand is one of samples."""
+
     def make() -> DataLoader[Any]:
         return DataLoader(list(range(10)), batch_sampler=BatchSampler(SequentialSampler(range(10)), 2, True), collate_fn=keep)
 
@@ -176,7 +186,8 @@ def test_torchs_batch_sampler_given_by_hand_is_one_of_samples() -> None:
     assert [real_samples(batches, shares) for batches, shares in rounds(loaders)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_uneven_ranks_read_what_there_is_and_nothing_more() -> None:
+def test_uneven_ranks() -> None:
+    """Uneven ranks read what there is and nothing more."""
     loaders = ranks_of(lambda: loader_of(9, 2), 4)
     for loader in loaders:
         loader.set_uneven(True)
@@ -190,7 +201,8 @@ def test_uneven_ranks_read_what_there_is_and_nothing_more() -> None:
 # -- what ends an iteration, and which epoch is next -----------------------------------------------------------------------
 
 
-def test_every_iteration_is_the_next_epoch_also_after_a_break() -> None:
+def test_iteration_is_next_epoch() -> None:
+    """Every iteration is the next epoch also after a break."""
     loader, twin = (prepared(loader_of(shuffle=True)) for _ in range(2))
     first, second, third = list(twin), list(twin), list(twin)
     assert first != second != third
@@ -206,7 +218,8 @@ def test_every_iteration_is_the_next_epoch_also_after_a_break() -> None:
     assert list(loader) == third
 
 
-def test_the_gradient_state_hears_of_every_end() -> None:
+def test_gradient_state_told_of_ends() -> None:
+    """The gradient state is told of every end."""
     state = GradientState()
     loader = prepared(loader_of(), gradient_state=state)
     assert not state.in_dataloader
@@ -260,7 +273,8 @@ def test_a_loader_nests_in_itself() -> None:
     assert state.active is None
 
 
-def test_what_is_called_at_the_start_is_called_once_for_each_iteration() -> None:
+def test_at_start_called_once() -> None:
+    """What is called at the start is called once for each iteration."""
     loader = prepared(loader_of())
     calls: list[int] = []
     loader.at_start = lambda: calls.append(1)
@@ -289,7 +303,8 @@ def numbers(state: dict[str, Any]) -> list[int]:
     return [state[name] for name in ("epoch", "batches", "samples", "seed", "left")]
 
 
-def test_a_position_is_resumed_at_any_number_of_ranks_without_reading() -> None:
+def test_resume_at_any_world_size() -> None:
+    """A position is resumed at any number of ranks without reading."""
     data = Counted(26)
     whole = [list(entry) for entry in [prepared(DataLoader(data, batch_size=12, shuffle=True, collate_fn=keep))] * 3]
     for cut in range(4):
@@ -312,7 +327,8 @@ def test_a_position_is_resumed_at_any_number_of_ranks_without_reading() -> None:
             assert [real_samples(batches, shares) for batches, shares in rounds(loaders)] == whole[2], "later passes are whole"
 
 
-def test_a_position_that_is_resumed_can_be_saved_again() -> None:
+def test_resumed_position_saved_again() -> None:
+    """A position that is resumed can be saved again."""
     loader = prepared(loader_of(shuffle=True))
     loader.load_state_dict({"epoch": 3, "batches": 2, "samples": 4, "seed": 5}, resume=True)
     assert numbers(loader.state_dict()) == [3, 2, 4, 5, 0]
@@ -324,7 +340,8 @@ def test_a_position_that_is_resumed_can_be_saved_again() -> None:
     assert numbers(loader.state_dict()) == [3, 4, 8, 5, 1]
 
 
-def test_without_resuming_the_epoch_is_taken_and_batches_are_skipped_by_hand() -> None:
+def test_manual_resume() -> None:
+    """Without resuming the epoch is taken and batches are skipped by hand."""
     loader = prepared(loader_of(shuffle=True))
     epochs = [list(loader) for _ in range(3)]
     again = prepared(loader_of(shuffle=True), seed=0, resume="manual")
@@ -335,14 +352,16 @@ def test_without_resuming_the_epoch_is_taken_and_batches_are_skipped_by_hand() -
     assert list(at_the_end) == epochs[2], "nothing of that epoch was left"
 
 
-def test_a_stateful_loader_of_the_configuration_resumes_by_itself() -> None:
+def test_stateful_configuration_resumes() -> None:
+    """A stateful loader of the configuration resumes by itself."""
     loader = prepared(loader_of(), use_stateful_dataloader=True)
     loader.load_state_dict({"epoch": 0, "batches": 3, "samples": 6, "seed": 7})
     assert list(loader) == [[6, 7], [8, 9]]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_torchdatas_stateful_loaders_are_read_as_plain_ones() -> None:
+def test_torchdata_stateful_loaders() -> None:
+    """Torchdata's stateful loaders are read as plain ones."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     loader = prepared(stateful.StatefulDataLoader(list(range(10)), batch_size=2, collate_fn=keep, shuffle=True), 1, 2)
     assert list(loader) == list(prepared(loader_of(shuffle=True), 1, 2))
@@ -354,7 +373,9 @@ def test_torchdatas_stateful_loaders_are_read_as_plain_ones() -> None:
 # -- being a DataLoader --------------------------------------------------------------------------------------------------------
 
 
-def test_attributes_of_the_scripts_loader_can_be_read() -> None:
+def test_attributes_of_user_loader() -> None:
+    """Attributes of the script's loader can be read."""
+
     class Mine(DataLoader[Any]):
         mark = "mine"
 
@@ -373,7 +394,9 @@ def test_attributes_of_the_scripts_loader_can_be_read() -> None:
         loader.nothing_like_that  # noqa: B018
 
 
-def test_a_subclass_keeps_what_it_adds_to_iterating() -> None:
+def test_subclass_iteration_kept() -> None:
+    """A subclass keeps what it adds to iterating."""
+
     class Doubling(DataLoader[Any]):
         def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
             for batch in super().__iter__():
@@ -383,7 +406,9 @@ def test_a_subclass_keeps_what_it_adds_to_iterating() -> None:
     assert list(loader) == [[4, 6], [12, 14]]
 
 
-def test_batches_that_are_none_are_handed_on() -> None:
+def test_none_batches() -> None:
+    """Batches that are none are handed on."""
+
     class Lazy(DataLoader[Any]):
         def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
             yield from super().__iter__()
@@ -395,7 +420,9 @@ def test_batches_that_are_none_are_handed_on() -> None:
         ]
 
 
-def test_a_subclass_that_reads_everything_by_itself_is_refused() -> None:
+def test_self_reading_subclass_refused() -> None:
+    """A subclass that reads everything by itself is refused."""
+
     class Stubborn(DataLoader[Any]):
         def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
             yield from ([sample] for sample in self.dataset)  # type: ignore[attr-defined]
@@ -404,7 +431,8 @@ def test_a_subclass_that_reads_everything_by_itself_is_refused() -> None:
         list(prepared(Stubborn(list(range(8))), 1, 2))
 
 
-def test_a_sampler_is_replaced_in_place() -> None:
+def test_sampler_replaced_in_place() -> None:
+    """A sampler is replaced in place."""
     original = loader_of(shuffle=True)
     loader = prepared(original)
     loader.set_sampler(SequentialSampler(range(6)))
@@ -416,7 +444,8 @@ def test_a_sampler_is_replaced_in_place() -> None:
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_copies_go_on_in_their_own_way(through: Any) -> None:
+def test_copies_are_independent(through: Any) -> None:
+    """Copies continue in their own way."""
     state = GradientState()
     loader = prepare_data_loader(loader_of(shuffle=True), data_seed=7, gradient_state=state)
     first = list(loader)
@@ -433,7 +462,8 @@ def test_copies_go_on_in_their_own_way(through: Any) -> None:
     assert list(loader) == first
 
 
-def test_a_loader_is_prepared_once_and_anew_for_another_accelerator() -> None:
+def test_prepared_once_per_accelerator() -> None:
+    """A loader is prepared once and anew for another accelerator."""
     state = GradientState()
     loader = prepared(loader_of(), gradient_state=state)
     assert prepared(loader, gradient_state=state) is loader
@@ -443,14 +473,16 @@ def test_a_loader_is_prepared_once_and_anew_for_another_accelerator() -> None:
     assert list(other) == [[2, 3], [6, 7], [0, 1]]
 
 
-def test_batches_go_to_the_device_only_where_that_is_not_the_host() -> None:
+def test_batches_moved_to_device() -> None:
+    """Batches go to the device only where that is not the host."""
     data = TensorDataset(torch.arange(4.0))
     meta = prepare_data_loader(DataLoader(data, batch_size=2), device=torch.device("meta"), put_on_device=True)
     assert [batch[0].device.type for batch in meta] == ["meta", "meta"]
     assert prepare_data_loader(DataLoader(data), device=torch.device("cpu"), put_on_device=True)._move is None
 
 
-def test_options_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_effect_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Options without effect are named."""
     prepare_data_loader(loader_of(), use_seedable_sampler=False, rng_types=["torch"])
     assert "use_seedable_sampler=False has no effect" in caplog.text
     assert "rng_types=['torch'])" in caplog.text
@@ -460,7 +492,9 @@ def test_options_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> N
         prepare_data_loader(loader_of(), num_processes=2, process_index=2)
 
 
-def test_the_seed_is_that_of_the_script_or_of_its_generator_and_rank_0_tells_it(ranks: Any) -> None:
+def test_seed_of_rank_0(ranks: Any) -> None:
+    """The seed is that of the script or of its generator and rank 0 tells it."""
+
     def run() -> Any:
         from torch.distributed import get_rank
 
@@ -490,7 +524,9 @@ class Drawing(Dataset[Any]):
 
 
 @pytest.mark.parametrize("stay", [False, True])
-def test_workers_read_the_same_batches_in_every_epoch(stay: bool) -> None:
+def test_workers_read_same_batches(stay: bool) -> None:
+    """Workers read the same batches in every epoch."""
+
     class Drawn(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             yield from torch.randperm(11).tolist()
@@ -516,7 +552,8 @@ def test_workers_read_the_same_batches_in_every_epoch(stay: bool) -> None:
         gc.collect()
 
 
-def test_workers_that_stay_read_every_pass_and_draw_other_numbers_on_every_rank() -> None:
+def test_persistent_workers() -> None:
+    """Workers that stay read every pass and draw other numbers on every rank."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "collate_fn": keep, "in_order": False}
     loaders = ranks_of(lambda: DataLoader(Drawing(), **options), 2)
     read = [[list(loader) for loader in loaders] for _ in range(2)]
@@ -541,7 +578,8 @@ def test_workers_that_stay_read_every_pass_and_draw_other_numbers_on_every_rank(
 @pytest.mark.parametrize(
     ("name", "value"), [("even_batches", "False"), ("split_batches", 1), ("dispatch_batches", "no"), ("data_seed", 1.5), ("data_seed", -1)]
 )
-def test_options_that_cannot_be_meant_are_refused_when_made_and_when_read(name: str, value: Any) -> None:
+def test_invalid_options_refused(name: str, value: Any) -> None:
+    """Options that cannot be meant are refused when made and when read."""
     with pytest.raises(ConfigError, match=f"DataLoaderConfiguration.{name}="):
         DataLoaderConfiguration(**{name: value})
     config = DataLoaderConfiguration()
@@ -550,12 +588,14 @@ def test_options_that_cannot_be_meant_are_refused_when_made_and_when_read(name: 
         build_loader(loader_of(), LoaderSettings(data_rank=place(), config=config, seed=0, gradient_state=GradientState()))
 
 
-def test_a_way_to_cut_without_dispatching_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_slice_function_without_dispatch(caplog: pytest.LogCaptureFixture) -> None:
+    """A way to cut without dispatching is named."""
     prepare_data_loader(loader_of(), slice_fn_for_dispatch=lambda *_, **__: None)
     assert "slice_fn_for_dispatch has no effect" in caplog.text
 
 
-def test_two_loaders_of_one_data_seed_are_shuffled_apart() -> None:
+def test_loaders_of_one_seed_differ() -> None:
+    """Two loaders of one data seed are shuffled apart."""
     config = DataLoaderConfiguration(data_seed=3)
     seeds = [choose_seed(loader_of(), config, ordinal) for ordinal in range(3)]
     assert seeds[0] == 3
@@ -577,13 +617,15 @@ class Epochal(Dataset[int]):
         return 2
 
 
-def test_workers_that_should_stay_hear_of_the_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_persistent_workers_and_set_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """Workers that should stay are told of the epoch."""
     loader = prepared(DataLoader(Epochal(), batch_size=2, num_workers=1, persistent_workers=True))
     assert [[batch.tolist() for batch in loader] for _ in range(2)] == [[[0, 1]], [[100, 101]]]
     assert "persistent_workers=True" in caplog.text
 
 
-def test_positions_that_cannot_be_meant_are_refused() -> None:
+def test_invalid_positions_refused() -> None:
+    """Positions that cannot be meant are refused."""
     loader = prepare_data_loader(DataLoader(range(4)), num_processes=1, process_index=0)
     with pytest.raises(ConfigError, match="whole numbers"):
         loader.set_epoch(1.7)  # type: ignore[arg-type]

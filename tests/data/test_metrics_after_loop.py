@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_metrics_matching import Heard
 from torch.utils.data import DataLoader
 
+from log_capture import captured_log
 from slipstream import Accelerator
 from slipstream.utils import DataLoaderConfiguration
 
@@ -58,7 +58,7 @@ def test_two_calls(ranks: Any, even: bool) -> None:
     def run() -> Any:
         accelerator = start(even)
         kept = [batch for batch in accelerator.prepare(DataLoader(range(9), batch_size=4))]
-        with Heard() as texts:
+        with captured_log() as texts:
             rows = torch.cat(kept)
             calls = [accelerator.gather_for_metrics(rows * times).tolist() for times in (1, 2)]
             calls.append(accelerator.gather_for_metrics({"texts": [str(row) for row in rows.tolist()], "rows": rows * 3})["rows"].tolist())

@@ -15,7 +15,9 @@ from slipstream.data.prepare import prepare_data_loader
 from slipstream.utils import DataLoaderConfiguration
 
 
-def test_results_of_an_evaluation_inside_of_a_training_loop_are_gathered_after_its_loop(ranks: Any) -> None:
+def test_evaluation_inside_training(ranks: Any) -> None:
+    """Results of an evaluation inside of a training loop are gathered after its loop."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
         train, val = accelerator.prepare(DataLoader(range(5), batch_size=2), DataLoader(range(9), batch_size=2))
@@ -32,7 +34,9 @@ def test_results_of_an_evaluation_inside_of_a_training_loop_are_gathered_after_i
     assert ranks(2).run(run) == [([list(range(9))] * 3, list(range(5)))] * 2
 
 
-def test_a_finished_loader_counts_until_the_one_around_it_goes_on(ranks: Any) -> None:
+def test_finished_loader_until_outer_moves(ranks: Any) -> None:
+    """A finished loader counts until the one around it continues."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
         state = accelerator.gradient_state
@@ -49,7 +53,9 @@ def test_a_finished_loader_counts_until_the_one_around_it_goes_on(ranks: Any) ->
     assert ranks(2).run(run) == [[False, True, False, True]] * 2
 
 
-def test_a_pass_of_one_batch_that_fits_as_well_as_the_present_batch_is_told(ranks: Any) -> None:
+def test_ambiguous_one_batch_pass(ranks: Any) -> None:
+    """A pass of one batch that fits as well as the present batch is reported."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True))
         train, val = accelerator.prepare(DataLoader(range(8), batch_size=2), DataLoader(range(3), batch_size=2))
@@ -62,7 +68,9 @@ def test_a_pass_of_one_batch_that_fits_as_well_as_the_present_batch_is_told(rank
     assert ranks(2).run(run)[0] == ([4, 5, 6, 7], 1, True)
 
 
-def test_rows_that_fit_no_sample_are_told_once(ranks: Any) -> None:
+def test_unmatched_rows_warned_once(ranks: Any) -> None:
+    """Rows that fit no sample are reported once."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True))
         with captured_log() as texts:
@@ -78,7 +86,9 @@ def test_rows_that_fit_no_sample_are_told_once(ranks: Any) -> None:
     assert "even_batches=False" in texts[0]
 
 
-def test_rows_of_a_rank_without_samples_are_left_out_whatever_their_number(ranks: Any) -> None:
+def test_rows_of_idle_rank_dropped(ranks: Any) -> None:
+    """Rows of a rank without samples are left out whatever their number."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         even, rows = [], []
@@ -102,7 +112,9 @@ def detections(batch: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("world", "even"), [(1, True), (2, True), (2, False), (3, False)])
-def test_a_list_with_one_entry_per_sample_is_joined_as_a_list(ranks: Any, world: int, even: bool) -> None:
+def test_per_sample_list_joined(ranks: Any, world: int, even: bool) -> None:
+    """A list with one entry per sample is joined as a list."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
         found: list[Any] = []
@@ -128,7 +140,9 @@ def test_a_list_with_one_entry_per_sample_is_joined_as_a_list(ranks: Any, world:
     assert ranks(world).run(run) == [[True] * 3] * world
 
 
-def test_lists_and_tuples_of_batches_stay_structure(ranks: Any) -> None:
+def test_batch_lists_stay_structure(ranks: Any) -> None:
+    """Lists and tuples of batches stay structure."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         found = []
@@ -142,7 +156,9 @@ def test_lists_and_tuples_of_batches_stay_structure(ranks: Any) -> None:
     assert ranks(2).run(run) == [[(2, [0, 2, 4, 6], True, 2, 2), (2, [8, 10, 12], True, 2, 2)]] * 2
 
 
-def test_lists_of_a_short_batch_are_joined_as_those_before(ranks: Any) -> None:
+def test_lists_of_short_batch(ranks: Any) -> None:
+    """Lists of a short batch are joined as those before."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         found = []
@@ -153,7 +169,9 @@ def test_lists_of_a_short_batch_are_joined_as_those_before(ranks: Any) -> None:
     assert ranks(2).run(run) == [[[0, 1, 2, 3], [4, 5]]] * 2
 
 
-def test_loaders_that_an_accelerator_does_not_know_are_bound_by_prepare_or_by_its_gradient_state(ranks: Any) -> None:
+def test_unknown_loaders_bound_by_prepare(ranks: Any) -> None:
+    """Loaders that an accelerator does not know are bound by prepare or by its gradient state."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
 

@@ -33,7 +33,8 @@ def loader_of(kind: str, length: int, size: int, drop_last: bool) -> DataLoader[
 
 @given(kinds, st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_every_sample_comes_back_once_and_in_order(kind: str, length: int, size: int, world: int, drop_last: bool, even: bool) -> None:
+def test_every_sample_once_in_order(kind: str, length: int, size: int, world: int, drop_last: bool, even: bool) -> None:
+    """Every sample comes back once and in order."""
     drop_last = drop_last and kind == "size"
     loaders: list[Any] = ranks_of(lambda: loader_of(kind, length, size, drop_last), world, even_batches=even)
     kept: list[list[list[Any]]] = [[] for _ in loaders]
@@ -54,7 +55,8 @@ def test_every_sample_comes_back_once_and_in_order(kind: str, length: int, size:
         assert whole.total == len(expected)
 
 
-def test_values_that_are_not_of_samples_are_left_alone() -> None:
+def test_other_values_left_alone() -> None:
+    """Values that are not of samples are left alone."""
     loaders = ranks_of(lambda: loader_of("size", 9, 2, False), 3, even_batches=True)
     for _ in rounds(loaders):
         pass
@@ -68,7 +70,8 @@ def test_values_that_are_not_of_samples_are_left_alone() -> None:
         assert arrange.order(other) is None
 
 
-def test_full_batches_and_a_single_process_need_no_arranging() -> None:
+def test_full_batches_keep_their_order() -> None:
+    """Full batches and a single process need no arranging."""
     for world, length in ((1, 9), (3, 12)):
         loaders = ranks_of(lambda: loader_of("size", length, 2, False), world)  # noqa: B023
         for batches, _ in rounds(loaders):
@@ -79,7 +82,8 @@ def test_full_batches_and_a_single_process_need_no_arranging() -> None:
     assert make_pass_order(None) is None
 
 
-def test_a_pass_that_was_left_has_no_arrangement_and_does_not_forget_the_one_before() -> None:
+def test_left_pass_keeps_earlier_order() -> None:
+    """A pass that was left has no arrangement and does not forget the one before."""
     loader = ranks_of(lambda: loader_of("size", 9, 2, False), 2)[0]
     assert make_pass_order(loader) is None
     list(loader)
@@ -93,7 +97,8 @@ def test_a_pass_that_was_left_has_no_arrangement_and_does_not_forget_the_one_bef
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_a_pass_that_skipped_has_an_arrangement_of_the_rest(even: bool) -> None:
+def test_order_of_skipped_pass(even: bool) -> None:
+    """A pass that skipped has an arrangement of the rest."""
     loaders = [rank.skipping(1) for rank in ranks_of(lambda: loader_of("size", 11, 2, False), 2, even_batches=even)]
     kept = [[sample for batch in loader for sample in batch] for loader in loaders]
     assert joined(make_pass_order(loaders[0]), kept) == list(range(4, 11))

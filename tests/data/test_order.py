@@ -98,7 +98,8 @@ def epochs(make: Callable[[], Any], world: int, size: int, number: int = 2, **op
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_the_global_batches_do_not_depend_on_the_number_of_ranks(kind: str) -> None:
+def test_global_batches_independent_of_ranks(kind: str) -> None:
+    """The global batches do not depend on the number of ranks."""
     make = SAMPLERS[kind]
     epoch = epochs(make, 1, 12)
     random.seed(99)  # and not on the script's own random state
@@ -108,7 +109,8 @@ def test_the_global_batches_do_not_depend_on_the_number_of_ranks(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_random_states_of_the_user_are_left_alone(kind: str) -> None:
+def test_user_random_state_untouched(kind: str) -> None:
+    """Random states of the user are left alone."""
     sampler = SAMPLERS[kind]()
     own = getattr(sampler, "generator", None)
     before, generator_before = rng.fingerprint(), None if own is None else own.get_state()
@@ -121,7 +123,8 @@ def test_random_states_of_the_user_are_left_alone(kind: str) -> None:
     assert own is None or torch.equal(own.get_state(), generator_before)
 
 
-def test_a_shuffled_order_is_that_of_torchs_sampler_with_a_generator_of_seed_and_epoch() -> None:
+def test_shuffle_matches_torch_sampler() -> None:
+    """A shuffled order is that of torch's sampler with a generator of seed and epoch."""
     loader = prepared(loader_of(RandomSampler(DATA)), seed=5)
     for epoch in range(2):
         generator = torch.Generator().manual_seed(derive_seed(5, epoch, "order"))
@@ -130,7 +133,8 @@ def test_a_shuffled_order_is_that_of_torchs_sampler_with_a_generator_of_seed_and
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 100), st.integers(0, 100))
 @settings(max_examples=100, deadline=None)
-def test_seed_and_epoch_are_mixed_and_not_added(seed: int, epoch: int, other: int) -> None:
+def test_seed_and_epoch_mixed(seed: int, epoch: int, other: int) -> None:
+    """Seed and epoch are mixed and not added."""
     assert (derive_seed(seed, epoch) == derive_seed(seed, other)) == (epoch == other)
     assert derive_seed(seed + 1, epoch) != derive_seed(seed, epoch + 1)
 
@@ -150,7 +154,8 @@ class Endless(Sampler[int]):
             yield (number + random.randrange(17)) % 17
 
 
-def test_endless_samplers_are_drawn_one_batch_ahead_and_no_further() -> None:
+def test_endless_sampler_one_batch_ahead() -> None:
+    """Endless samplers are drawn one batch ahead and no further."""
     samplers = [Endless() for _ in range(2)]
     loaders = [prepared(loader_of(sampler), rank, 2) for rank, sampler in enumerate(samplers)]
     single = prepared(loader_of(Endless(), size=4))
@@ -163,7 +168,9 @@ def test_endless_samplers_are_drawn_one_batch_ahead_and_no_further() -> None:
         len(loaders[0])
 
 
-def test_a_sampler_that_promises_a_wrong_length_ends_where_it_ends() -> None:
+def test_sampler_with_wrong_length() -> None:
+    """A sampler that promises a wrong length ends where it ends."""
+
     class Boasting(GloballyShuffled):
         def __len__(self) -> int:
             return self.length + 8
@@ -173,7 +180,9 @@ def test_a_sampler_that_promises_a_wrong_length_ends_where_it_ends() -> None:
     assert told == [(8, False), (7, False), (6, False), (5, False), (0, True)]
 
 
-def test_an_order_that_a_sampler_has_in_whole_tells_how_many_batches_are_left() -> None:
+def test_listed_order_counts_batches_left() -> None:
+    """An order that a sampler has in whole tells how many batches are left."""
+
     class AtOnce(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(random.sample(DATA, 10))
@@ -184,7 +193,9 @@ def test_an_order_that_a_sampler_has_in_whole_tells_how_many_batches_are_left() 
     assert [loader.current.left for _ in loader] == [4, 3, 2, 1, 0]
 
 
-def test_batch_samplers_of_the_users_own_draw_the_same_on_every_rank() -> None:
+def test_user_batch_sampler_same_everywhere() -> None:
+    """Batch samplers of the user's own draw the same on every rank."""
+
     def make() -> DataLoader[Any]:
         return DataLoader(DATA, batch_sampler=TokenBudget(RandomSampler(DATA)), collate_fn=keep)
 
@@ -198,7 +209,9 @@ def test_batch_samplers_of_the_users_own_draw_the_same_on_every_rank() -> None:
             assert dealt == list(single)
 
 
-def test_the_epoch_is_told_to_those_that_want_to_know_it() -> None:
+def test_set_epoch_is_called() -> None:
+    """The epoch is told to those that want to know it."""
+
     class Counting(Sampler[int]):
         def __init__(self) -> None:
             self.epochs: list[int] = []
@@ -252,14 +265,17 @@ class Reusing(Sampler[list[int]]):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_batch_sampler_may_fill_its_list_again(world: int, split: bool) -> None:
+def test_batch_sampler_reuses_list(world: int, split: bool) -> None:
+    """A batch sampler may fill its list again."""
     loaders = ranks_of(lambda: DataLoader(range(9), batch_sampler=Reusing(), collate_fn=keep), world, split_batches=split)
     assert sum((real_samples(*entry) for entry in rounds(loaders)), []) == list(range(9))
 
 
 @pytest.mark.parametrize("kind", [numpy.array, torch.tensor, list])
 @pytest.mark.parametrize("split", [False, True])
-def test_batches_of_positions_may_be_arrays(kind: Any, split: bool) -> None:
+def test_array_batches_of_positions(kind: Any, split: bool) -> None:
+    """Batches of positions may be arrays."""
+
     def make() -> DataLoader[Any]:
         return DataLoader(range(7), batch_sampler=[kind([0, 1, 2, 3]), kind([4, 5, 6])], collate_fn=keep)  # type: ignore[list-item]
 

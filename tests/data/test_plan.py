@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from data_twin import chunks
 from hypothesis import given, settings, strategies as st
 
-from slipstream.data.plan import BatchPlan, BatchSplitPlan, LastBatchPolicy, RoundRobinPlan
+from slipstream.data.plan import BatchPlan, BatchSplitPlan, LastBatchPolicy, RoundRobinPlan, SampleOrder
 from slipstream.distributed.gradient_state import BatchShares
 from slipstream.errors import ConfigError
-
-
-class Listed:
-    def __init__(self, values: list[Any]) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def take(self, start: int, stop: int) -> list[Any]:
-        return self.values[start:stop]
 
 
 def spread(length: int) -> list[int]:
@@ -34,15 +21,16 @@ worlds = st.integers(min_value=1, max_value=5)
 
 @given(small, worlds, st.integers(1, 6), st.sampled_from(["even", "exact"]), st.booleans(), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
-def test_ranks_together_read_the_batches_of_one_process(
+def test_plan_matches_one_process(
     length: int, world: int, each: int, policy: LastBatchPolicy, drop_last: bool, skipped: int
 ) -> None:
+    """Ranks together read the batches of one process."""
     order = spread(length)
     plan = BatchPlan(world, world * each, policy, drop_last)
     start = skipped * plan.size
     expected = chunks(order[start:], plan.size, drop_last)
     told = [list(plan.pieces(iter(order), rank, start)) for rank in range(world)]
-    known = [list(plan.known(Listed(order), rank, start)) for rank in range(world)]
+    known = [list(plan.known(SampleOrder(order), rank, start)) for rank in range(world)]
     assert known == [[piece for piece, _, _ in rank] for rank in told], "both ways of reading agree"
     assert [len(rank) for rank in told] == [plan.count(max(0, length - start))] * world == [len(expected)] * world
     for number, (together, batch) in enumerate(zip(zip(*told, strict=True), expected, strict=True)):
@@ -66,11 +54,12 @@ def test_ranks_together_read_the_batches_of_one_process(
 
 @given(small, worlds, st.integers(1, 6), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_ragged_ranks_read_every_sample_once_and_nothing_else(length: int, world: int, size: int, drop_last: bool) -> None:
+def test_ragged_reads_every_sample_once(length: int, world: int, size: int, drop_last: bool) -> None:
+    """Ragged ranks read every sample once and nothing else."""
     order = spread(length)
     plan = BatchPlan(world, size, "ragged", drop_last)
     told = [list(plan.pieces(iter(order), rank)) for rank in range(world)]
-    assert [list(plan.known(Listed(order), rank)) for rank in range(world)] == [[piece for piece, _, _ in rank] for rank in told]
+    assert [list(plan.known(SampleOrder(order), rank)) for rank in range(world)] == [[piece for piece, _, _ in rank] for rank in told]
     assert sorted(sample for rank in told for piece, _, _ in rank for sample in piece) == sorted(sum(chunks(order, size, drop_last), []))
     for rank, pieces in enumerate(told):
         assert [end for _, _, end in pieces] == [number == len(pieces) - 1 for number in range(len(pieces))]
@@ -79,7 +68,8 @@ def test_ragged_ranks_read_every_sample_once_and_nothing_else(length: int, world
 
 @given(small, st.integers(1, 3), st.sampled_from(["even", "exact"]))
 @settings(max_examples=100, deadline=None)
-def test_the_global_batches_are_the_same_on_any_number_of_ranks(length: int, each: int, policy: LastBatchPolicy) -> None:
+def test_same_global_batches_any_ranks(length: int, each: int, policy: LastBatchPolicy) -> None:
+    """The global batches are the same on any number of ranks."""
     order = spread(length)
 
     def read(world: int) -> list[list[int]]:
@@ -94,9 +84,10 @@ def test_the_global_batches_are_the_same_on_any_number_of_ranks(length: int, eac
     assert read(1) == read(2) == read(3) == read(4)
 
 
-def test_a_short_batch_is_completed_from_the_start_of_the_order() -> None:
+def test_even_completes_from_start() -> None:
+    """A short batch is completed from the start of the order."""
     plan = BatchPlan(3, 6, "even")
-    assert [list(plan.known(Listed(list("abcdefgh")), rank)) for rank in range(3)] == [
+    assert [list(plan.known(SampleOrder(list("abcdefgh")), rank)) for rank in range(3)] == [
         [["a", "b"], ["g", "h"]],
         [["c", "d"], ["a", "b"]],
         [["e", "f"], ["c", "d"]],
@@ -104,9 +95,10 @@ def test_a_short_batch_is_completed_from_the_start_of_the_order() -> None:
     assert plan.short(2) == BatchShares((2, 2, 2), (2, 0, 0), False, 6)
 
 
-def test_completing_goes_round_where_there_are_fewer_samples_than_that() -> None:
+def test_even_with_few_samples() -> None:
+    """Completing goes round where there are fewer samples than that."""
     plan = BatchPlan(4, 8, "even")
-    together = [list(plan.known(Listed(["a", "b", "c"]), rank)) for rank in range(4)]
+    together = [list(plan.known(SampleOrder(["a", "b", "c"]), rank)) for rank in range(4)]
     assert together == [[["a", "b"]], [["c", "a"]], [["b", "c"]], [["a", "b"]]]
 
 
@@ -115,21 +107,24 @@ def test_exact_shares() -> None:
     plan = BatchPlan(4, 8, "exact")
     assert plan.short(5) == BatchShares((2, 2, 1, 2), (2, 2, 1, 0), True, 8)
     assert plan.short(2) == BatchShares((2, 2, 2, 2), (2, 0, 0, 0), True, 8)
-    assert [list(plan.known(Listed(list("abcdefghi")), rank))[-1] for rank in range(4)] == [["i"], ["a", "b"], ["a", "b"], ["a", "b"]]
+    assert [list(plan.known(SampleOrder(list("abcdefghi")), rank))[-1] for rank in range(4)] == [["i"], ["a", "b"], ["a", "b"], ["a", "b"]]
 
 
-def test_one_process_reads_a_short_batch_as_it_is() -> None:
+def test_short_batch_on_one_process() -> None:
+    """One process reads a short batch as it is."""
     assert BatchPlan(1, 4, "even").short(3) == BatchShares((3,), (3,), False, 4)
     assert BatchPlan(1, 4, "exact").short(3) == BatchShares((3,), (3,), True, 4)
 
 
-def test_uneven_pieces_of_full_batches_are_weighed() -> None:
+def test_uneven_pieces_weighed() -> None:
+    """Uneven pieces of full batches are weighed."""
     assert BatchPlan(2, 5, "exact").full == BatchShares((3, 2), (3, 2), True, 5)
     assert BatchPlan(4, 2, "exact").full == BatchShares((1, 1, 1, 1), (1, 1, 0, 0), True, 2)
 
 
 @pytest.mark.parametrize(("size", "near"), [(10, "batch_size=8 or 12"), (3, "batch_size=4")])
-def test_a_batch_that_cannot_be_split_evenly_is_refused_with_sizes_that_can(size: int, near: str) -> None:
+def test_uneven_split_refused(size: int, near: str) -> None:
+    """A batch that cannot be split evenly is refused with sizes that can."""
     with pytest.raises(ConfigError, match=near):
         BatchPlan(4, size, "even")
 
@@ -143,7 +138,8 @@ def batches_of(lengths: list[int]) -> list[list[int]]:
 
 @given(sizes, worlds, st.sampled_from(["even", "exact", "ragged"]), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
-def test_dealt_batches_go_round_the_ranks(lengths: list[int], world: int, policy: LastBatchPolicy, skipped: int) -> None:
+def test_round_robin(lengths: list[int], world: int, policy: LastBatchPolicy, skipped: int) -> None:
+    """Dealt batches go round the ranks."""
     batches = batches_of(lengths)
     dealing = RoundRobinPlan(world, None, policy)
     told = [list(dealing.pieces(iter(batches), rank, skipped * world)) for rank in range(world)]
@@ -169,9 +165,10 @@ def test_dealt_batches_go_round_the_ranks(lengths: list[int], world: int, policy
 
 @given(sizes, worlds, st.sampled_from(["even", "exact"]), st.integers(0, 3))
 @settings(max_examples=200, deadline=None)
-def test_cut_batches_are_whole_again_when_the_pieces_are_joined(
+def test_cut_batches_join_again(
     lengths: list[int], world: int, policy: LastBatchPolicy, skipped: int
 ) -> None:
+    """Cut batches are whole again when the pieces are joined."""
     batches = batches_of(lengths)
     cutting = BatchSplitPlan(world, None, policy)
     told = [list(cutting.pieces(iter(batches), rank, skipped)) for rank in range(world)]

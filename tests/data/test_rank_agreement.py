@@ -64,7 +64,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_data_that_is_shared_out_or_drawn_differently_is_an_error_on_every_rank(ranks: Any, mistake: str) -> None:
+def test_different_data_is_an_error(ranks: Any, mistake: str) -> None:
+    """Data that is shared out or drawn differently is an error on every rank."""
     make, expected = MISTAKES[mistake]
 
     def run() -> None:
@@ -75,7 +76,9 @@ def test_data_that_is_shared_out_or_drawn_differently_is_an_error_on_every_rank(
     ranks(2).run(run)
 
 
-def test_epochs_that_differ_are_named(ranks: Any) -> None:
+def test_different_epochs_named(ranks: Any) -> None:
+    """Epochs that differ are named."""
+
     def run() -> None:
         accelerator = Accelerator(cpu=True)
         loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
@@ -86,7 +89,9 @@ def test_epochs_that_differ_are_named(ranks: Any) -> None:
     ranks(2).run(run)
 
 
-def test_a_rank_that_reads_a_batch_alone_is_found_out(ranks: Any) -> None:
+def test_batch_read_by_one_rank(ranks: Any) -> None:
+    """A rank that reads a batch alone is found out."""
+
     def run() -> list[str]:
         accelerator = Accelerator(cpu=True)
         loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
@@ -106,7 +111,9 @@ def test_a_rank_that_reads_a_batch_alone_is_found_out(ranks: Any) -> None:
     assert "at different lines (rank 0 at test_rank_agreement.py" in texts[0]
 
 
-def test_a_sampler_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
+def test_sampler_error_on_all_ranks(ranks: Any) -> None:
+    """A sampler that fails on one rank fails on all."""
+
     def run() -> None:
         accelerator = Accelerator(cpu=True)
         loader = accelerator.prepare(DataLoader(range(8), sampler=Broken(accelerator.process_index)))
@@ -117,8 +124,11 @@ def test_a_sampler_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
     ranks(2).run(run)
 
 
-def test_samples_that_differ_are_told_once_and_read(ranks: Any) -> None:
-    """One line of the main process for the whole run, with its level and the line of the loop."""
+def test_different_samples_warned_once(ranks: Any) -> None:
+    """Samples that differ are reported once and read.
+
+    One line of the main process for the whole run, with its level and the line of the loop.
+    """
 
     def run() -> Any:
         with captured_log() as texts:
@@ -137,7 +147,9 @@ def test_samples_that_differ_are_told_once_and_read(ranks: Any) -> None:
     assert "\n" not in texts[0]
 
 
-def test_equal_data_is_read_from_different_lines_and_a_place_given_by_hand_asks_nobody(ranks: Any) -> None:
+def test_equal_data_from_different_lines(ranks: Any) -> None:
+    """Equal data is read from different lines and a place given by hand asks nobody."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
         rank = accelerator.process_index

@@ -269,7 +269,8 @@ def rest(loaders: list[Any], count: int) -> list[list[Any]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", MAPPED)
-def test_a_map_style_loader_goes_on_from_every_point(kind: str, world: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_map_loader_resumes_anywhere(kind: str, world: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A map style loader continues from every point."""
     make = MAPPED[kind]
     epochs, states = saved_everywhere(ranks_of(make, world))
     for epoch, read, state in states:
@@ -335,7 +336,9 @@ class Ranks(Watches):
 
 
 @pytest.mark.parametrize("kind", [Watches, Tells, Ranks])
-def test_a_sampler_that_watches_the_training_goes_on_with_what_it_saw(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampler_that_watches_training(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A sampler that watches the training continues with what it saw."""
+
     def trained(loader: Any, sampler: Any) -> Iterator[tuple[list[int], Any]]:
         for batch in loader:
             for sample in batch:
@@ -364,7 +367,8 @@ def test_a_sampler_that_watches_the_training_goes_on_with_what_it_saw(kind: Any,
 
 
 @pytest.mark.parametrize("kind", [FromElsewhere, DrawsFromElsewhere])
-def test_an_order_that_cannot_be_known_is_told_and_never_handed_out_in_silence(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_order_warned(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An order that cannot be known is reported and never handed out in silence."""
     loader = prepared(by_sampler(kind)())
     for number, _ in enumerate(loader):
         if number == 2:
@@ -394,7 +398,8 @@ def epochs_of_shuffled(count: int = 4) -> list[list[Any]]:
     return [list(loader) for _ in range(count)]
 
 
-def test_after_a_break_the_next_pass_is_the_next_epoch() -> None:
+def test_break_then_next_epoch() -> None:
+    """After a break the next pass is the next epoch."""
     loader = shuffled()
     for number, _ in enumerate(loader):
         if number == 2:
@@ -406,7 +411,8 @@ def test_after_a_break_the_next_pass_is_the_next_epoch() -> None:
     assert [list(resumed), list(resumed)] == straight
 
 
-def test_a_pass_that_was_left_can_be_gone_on_with_in_this_process_and_in_another() -> None:
+def test_left_pass_can_be_resumed() -> None:
+    """A pass that was left can be resumed in this process and in another."""
     epochs = epochs_of_shuffled()
     loader = shuffled()
     for number, _ in enumerate(loader):
@@ -421,7 +427,8 @@ def test_a_pass_that_was_left_can_be_gone_on_with_in_this_process_and_in_another
         assert list(again) == epochs[1]
 
 
-def test_a_resumed_run_can_be_resumed_and_so_on() -> None:
+def test_resume_of_resumed_run() -> None:
+    """A resumed run can be resumed and so on."""
     epochs = epochs_of_shuffled()
     state, read = shuffled().state_dict(), []
     for _ in range(4 * 6):  # one batch in each life
@@ -439,7 +446,8 @@ def test_a_resumed_run_can_be_resumed_and_so_on() -> None:
     assert len(read) >= 18
 
 
-def test_the_state_of_the_loader_is_that_of_its_twin_that_skips() -> None:
+def test_state_of_skipping_twin() -> None:
+    """The state of the loader is that of its twin that skips."""
     epochs = epochs_of_shuffled()
     loader = shuffled()
     twin = skip_first_batches(loader, 2)
@@ -452,7 +460,9 @@ def test_the_state_of_the_loader_is_that_of_its_twin_that_skips() -> None:
     assert list(loader) == epochs[1]
 
 
-def test_inside_of_an_evaluation_the_position_of_the_training_is_kept_and_the_evaluation_begins_anew() -> None:
+def test_save_inside_evaluation() -> None:
+    """Inside of an evaluation the position of the training is kept and the evaluation begins anew."""
+
     def loaders() -> tuple[Any, Any]:
         state = GradientState()
         make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
@@ -480,7 +490,9 @@ def test_inside_of_an_evaluation_the_position_of_the_training_is_kept_and_the_ev
     assert again == read[4:]
 
 
-def test_two_loaders_that_are_read_side_by_side_both_keep_their_places() -> None:
+def test_two_loaders_keep_positions() -> None:
+    """Two loaders that are read side by side both keep their places."""
+
     def loaders() -> list[Any]:
         state = GradientState()
         make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
@@ -498,7 +510,8 @@ def test_two_loaders_that_are_read_side_by_side_both_keep_their_places() -> None
         assert list(zip(*both, strict=True)) == pairs[cut:]
 
 
-def test_set_epoch_keeps_the_position_of_its_epoch_and_says_so_if_it_gives_it_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_set_epoch_and_loaded_position(caplog: pytest.LogCaptureFixture) -> None:
+    """Set epoch keeps the position of its epoch and is reported if it gives it up."""
     loader = prepared(MAPPED["shuffle"]())
     epochs = [list(loader) for _ in range(4)]
     loader.set_epoch(2)
@@ -555,8 +568,11 @@ def pass_of(loaders: list[Any]) -> list[list[Any]]:
 @pytest.mark.parametrize(
     ("old", "new"), [((2, 2), (1, 4)), ((1, 4), (2, 2)), ((2, 2), (4, 2)), ((4, 1), (3, 2)), ((4, 2), (3, 1)), ((1, 3), (2, 2))]
 )
-def test_the_samples_that_are_left_are_those_that_were_not_read(kind: str, old: tuple[int, int], new: tuple[int, int]) -> None:
-    """(ranks, batch size) before and after; also where the position lies inside of a batch as it is now."""
+def test_resume_reads_the_rest(kind: str, old: tuple[int, int], new: tuple[int, int]) -> None:
+    """The samples that are left are those that were not read.
+
+    (ranks, batch size) before and after; also where the position lies inside of a batch as it is now.
+    """
     length = 23
     for even, drop_last in ((True, False), (False, True)):
 
@@ -588,8 +604,11 @@ def test_the_samples_that_are_left_are_those_that_were_not_read(kind: str, old: 
             assert pass_of(loaders) == later
 
 
-def test_skipping_what_a_script_counted_on_another_number_of_processes_goes_to_the_position() -> None:
-    """After 3 batches of 2 x 2 samples, 3 batches are skipped by a script that knows nothing of samples."""
+def test_skip_after_world_size_change() -> None:
+    """Skipping what a script counted on another number of processes goes to the position.
+
+    After 3 batches of 2 x 2 samples, 3 batches are skipped by a script that knows nothing of samples.
+    """
     saved = ranks_of(lambda: DataLoader(range(23), batch_size=2, shuffle=True, collate_fn=keep), 2)
     iterators = [iter(entry) for entry in saved]
     for _ in range(3):
@@ -629,7 +648,9 @@ def masked(batch: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "stay"), [(Augmented, False), (Quick, True)])
-def test_random_numbers_of_workers_go_on_with_any_number_of_workers(kind: Any, stay: bool) -> None:
+def test_worker_random_numbers_resume(kind: Any, stay: bool) -> None:
+    """Random numbers of workers continue with any number of workers."""
+
     def make(workers: int = 2) -> Any:
         how: dict[str, Any] = {"num_workers": workers, "persistent_workers": stay and workers > 0}
         return prepared(DataLoader(kind(), batch_size=3, shuffle=True, collate_fn=masked, **how))
@@ -775,14 +796,16 @@ def resumed_everywhere(make: Callable[[], DataLoader[Any]], world: int, *, every
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ALL_STREAMS)
-def test_a_stream_goes_on_from_every_point(kind: Any, world: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_resumes_anywhere(kind: Any, world: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream continues from every point."""
     even = kind in (Stream, Stateful, AugmentingSeekable)
     resumed_everywhere(lambda: DataLoader(kind(DATA), batch_size=2, collate_fn=keep), world, even_batches=even)
     assert ("are read and dropped to get to the position" in caplog.text) == (kind in READS)
 
 
 @pytest.mark.parametrize("kind", [Seekable, Stateful, AugmentingSeekable, AugmentingStateful, ShufflingSeekable])
-def test_seeking_reads_little_of_what_comes_before(kind: Any) -> None:
+def test_seeking_reads_little(kind: Any) -> None:
+    """Seeking reads little of what comes before."""
     items = range(400)
     make = lambda: DataLoader(kind(items), batch_size=4, collate_fn=keep)  # noqa: E731
     loader = prepared(make())
@@ -800,7 +823,8 @@ def test_seeking_reads_little_of_what_comes_before(kind: Any) -> None:
     ("kind", "workers", "stay"),
     [(AugmentingStateful, 1, False), (Stateful, 2, False), (AugmentingStateful, 2, True), (Shuffling, 2, False), (Augmenting, 2, True)],
 )
-def test_workers_of_a_stream_go_on_where_each_of_them_was(kind: Any, workers: int, stay: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_workers_resume(kind: Any, workers: int, stay: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Workers of a stream continue where each of them was."""
     make = lambda: DataLoader(kind(range(13)), batch_size=2, collate_fn=masked_items, num_workers=workers, persistent_workers=stay)  # noqa: E731
     resumed_everywhere(make, 1, every=5)
     assert ("are read and dropped to get to the position" in caplog.text) == (kind not in (Stateful, AugmentingStateful))
@@ -810,7 +834,9 @@ def masked_items(batch: list[Any]) -> list[Any]:
     return [(sample, random.random()) for sample in batch]
 
 
-def test_another_number_of_workers_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_worker_count_warned(caplog: pytest.LogCaptureFixture) -> None:
+    """Another number of workers is reported."""
+
     def make(workers: int) -> Any:
         return prepared(DataLoader(Stream(range(13)), batch_size=2, num_workers=workers))
 
@@ -911,7 +937,9 @@ def test_processes_go_on_together(ranks: Any, world: int) -> None:
     assert ranks(world).run(run, timeout=90) == [[]] * world
 
 
-def test_a_place_in_parts_of_their_own_is_not_carried_to_another_number_of_processes(ranks: Any) -> None:
+def test_own_parts_and_changed_world(ranks: Any) -> None:
+    """A place in parts of their own is not carried to another number of processes."""
+
     def begin() -> Any:
         loader = ranked(TOGETHER["parts"][0]())
         return [copy.deepcopy(loader.state_dict()) for _ in loader]
@@ -947,7 +975,8 @@ class Counted(Dataset[int]):
 
 @pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}])
 @pytest.mark.parametrize("sampler", [None, KeepsRandomState, DrawsWhileRead, AtItsPlace])
-def test_no_data_is_read_to_get_to_a_position(options: dict[str, Any], sampler: Any) -> None:
+def test_no_data_read_to_seek(options: dict[str, Any], sampler: Any) -> None:
+    """No data is read to get to a position."""
     for how in ("auto", "manual"):
         data = Counted(LENGTH)
         make = lambda: DataLoader(data, batch_size=2, sampler=sampler and sampler(), shuffle=None if sampler else True, collate_fn=keep)  # noqa: B023, E731
@@ -992,7 +1021,8 @@ STATE = {"epoch": 1, "batches": 2, "samples": 4, "seed": 7, "left": 0}
         ({**STATE, "nominal": "2"}, "nominal='2'"),
     ],
 )
-def test_a_state_that_cannot_be_meant_is_refused_before_anything_changes(state: Any, words: str) -> None:
+def test_invalid_state_refused(state: Any, words: str) -> None:
+    """A state that cannot be meant is refused before anything changes."""
     for options in ({}, {"dispatch_batches": True}):
         loader = prepared(MAPPED["shuffle"](), **options)
         before = loader.state_dict()
@@ -1020,7 +1050,8 @@ def test_a_state_that_cannot_be_meant_is_refused_before_anything_changes(state: 
         ({"order": {"now": [{"type": "KeepsRandomState"}], "digest": "0", "next": 3}}, "cannot be read"),
     ],
 )
-def test_a_state_of_another_sampler_is_refused_before_anything_changes(changes: dict[str, Any], words: str) -> None:
+def test_state_of_other_sampler_refused(changes: dict[str, Any], words: str) -> None:
+    """A state of another sampler is refused before anything changes."""
     loader = shuffled()
     straight = epochs_of_shuffled(1)
     with pytest.raises(ConfigError, match=words):
@@ -1044,21 +1075,24 @@ def test_a_state_of_another_sampler_is_refused_before_anything_changes(changes: 
         ({"dataset": {"at": 3}}, "Stream has no load_state_dict"),
     ],
 )
-def test_a_place_in_a_stream_that_cannot_be_is_refused_before_anything_changes(changes: dict[str, Any], words: str) -> None:
+def test_invalid_stream_position_refused(changes: dict[str, Any], words: str) -> None:
+    """A place in a stream that cannot be is refused before anything changes."""
     loader = prepared(DataLoader(Stream(DATA), batch_size=2, collate_fn=keep))
     with pytest.raises(ConfigError, match=words):
         loader.load_state_dict({**STATE, **changes})
     assert sum(loader, []) == DATA
 
 
-def test_data_of_another_length_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_length_warned(caplog: pytest.LogCaptureFixture) -> None:
+    """Data of another length is reported."""
     loader = prepared(DataLoader(range(20), batch_size=2, shuffle=True))
     loader.load_state_dict({**STATE, "length": 11})
     assert "had 11 samples (or batches) when its position was saved, and has 20 now" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["always", True, 1, "", None, ["auto"]])
-def test_other_ways_to_resume_are_refused(value: Any) -> None:
+def test_unknown_resume_refused(value: Any) -> None:
+    """Other ways to resume are refused."""
     with pytest.raises(ConfigError, match=r"write resume='auto' \(the default\) .* or resume='manual'"):
         DataLoaderConfiguration(resume=value)
     with pytest.raises(ConfigError, match="Leave out one of them"):
@@ -1068,7 +1102,8 @@ def test_other_ways_to_resume_are_refused(value: Any) -> None:
 # -- the receipt -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loader_describes_what_it_reads_without_reading() -> None:
+def test_describe_loader_reads_nothing() -> None:
+    """A loader describes what it reads without reading."""
     data = Counted(20)
     told = describe_loader(prepared(DataLoader(data, batch_size=3, shuffle=True, drop_last=True), 1, 2, even_batches=False))
     order = told.pop("order")
@@ -1081,7 +1116,9 @@ def test_a_loader_describes_what_it_reads_without_reading() -> None:
     assert (stream["length"], stream["sampler"]) == (None, None)
 
 
-def test_the_digest_of_an_order_is_equal_exactly_if_the_order_is() -> None:
+def test_order_digest() -> None:
+    """The digest of an order is equal exactly if the order is."""
+
     def digest(loader: DataLoader[Any], world: int = 1, **options: Any) -> str:
         return str(describe_loader(prepared(loader, 0, world, **options))["order"])
 

@@ -43,7 +43,8 @@ class Unsized(Sampler[int]):
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 8), st.sampled_from(["shuffle", "drawn", "batches"]))
 @settings(max_examples=100, deadline=None)
-def test_a_prepared_loader_starts_later_and_reads_nothing_before(length: int, size: int, world: int, skipped: int, kind: str) -> None:
+def test_prepared_loader_starts_later(length: int, size: int, world: int, skipped: int, kind: str) -> None:
+    """A prepared loader starts later and reads nothing before."""
     data = Counted(length)
 
     def make() -> DataLoader[Any]:
@@ -64,14 +65,16 @@ def test_a_prepared_loader_starts_later_and_reads_nothing_before(length: int, si
     assert [real_samples(*entry) for entry in rounds(later)] == epochs[2], "it skips once"
 
 
-def test_the_length_is_what_is_left_until_the_first_pass_is_over() -> None:
+def test_length_of_skipping_loader() -> None:
+    """The length is what is left until the first pass is over."""
     loader = skip_first_batches(prepared(DataLoader(range(10), batch_size=2)), 3)
     assert len(loader) == 2
     assert [loader.current.left for _ in loader] == [1, 0]
     assert len(loader) == 5
 
 
-def test_set_epoch_and_position_go_for_both() -> None:
+def test_set_epoch_and_position_shared() -> None:
+    """Set epoch and position go for both."""
     loader = prepared(DataLoader(range(10), batch_size=2, shuffle=True, collate_fn=keep))
     epochs = [list(loader) for _ in range(4)]
     later = skip_first_batches(loader, 2)
@@ -83,7 +86,8 @@ def test_set_epoch_and_position_go_for_both() -> None:
     assert list(loader) == epochs[3]
 
 
-def test_the_epoch_that_was_left_or_is_being_read_is_the_present_one() -> None:
+def test_present_epoch_of_skip() -> None:
+    """The epoch that was left or is being read is the present one."""
     loader = prepared(DataLoader(range(10), batch_size=2, shuffle=True, collate_fn=keep))
     epochs = [list(loader) for _ in range(3)]
     loader.set_epoch(0)
@@ -96,7 +100,9 @@ def test_the_epoch_that_was_left_or_is_being_read_is_the_present_one() -> None:
     assert list(skip_first_batches(loader, 3)) == epochs[2][3:], "that epoch was over"
 
 
-def test_a_position_saved_after_a_break_goes_on_where_it_was_left_with_skipping_and_with_the_next_epoch_without() -> None:
+def test_position_saved_after_break() -> None:
+    """A position saved after a break continues where it was left with skipping and with the next epoch without."""
+
     def make() -> Any:
         return prepared(DataLoader(range(10), batch_size=2, shuffle=True, collate_fn=keep))
 
@@ -115,7 +121,8 @@ def test_a_position_saved_after_a_break_goes_on_where_it_was_left_with_skipping_
     assert list(skipping) == epochs[2]
 
 
-def test_the_gradient_state_hears_of_a_loader_that_skips() -> None:
+def test_gradient_state_of_skipping_loader() -> None:
+    """The gradient state is told of a loader that skips."""
     state = GradientState()
     later = skip_first_batches(prepared(DataLoader(range(10), batch_size=2), gradient_state=state), 4)
     for _ in later:
@@ -125,7 +132,8 @@ def test_the_gradient_state_hears_of_a_loader_that_skips() -> None:
 
 
 @pytest.mark.parametrize("skipped", [5, 6, 100])
-def test_skipping_an_epoch_or_more_is_an_empty_pass(skipped: int) -> None:
+def test_skip_whole_epoch(skipped: int) -> None:
+    """Skipping an epoch or more is an empty pass."""
     for loader in (DataLoader(range(10), batch_size=2), prepared(DataLoader(range(10), batch_size=2))):
         later = skip_first_batches(loader, skipped)
         assert len(later) == 0
@@ -134,7 +142,8 @@ def test_skipping_an_epoch_or_more_is_an_empty_pass(skipped: int) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, True, 1.5])
-def test_what_cannot_be_skipped_is_refused(number: Any) -> None:
+def test_invalid_skip_refused(number: Any) -> None:
+    """What cannot be skipped is refused."""
     with pytest.raises(ConfigError, match="whole number from 0"):
         skip_first_batches(DataLoader(range(10)), number)
     with pytest.raises(ConfigError, match="islice"):
@@ -145,7 +154,8 @@ def test_what_cannot_be_skipped_is_refused(number: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["size", "none", "sampler"])
-def test_a_plain_loader_seeks_in_the_order_of_its_own(kind: str) -> None:
+def test_plain_loader_seeks(kind: str) -> None:
+    """A plain loader seeks in the order of its own."""
     data = Counted(9)
     options: dict[str, dict[str, Any]] = {
         "size": {"batch_size": 2, "shuffle": True},
@@ -185,7 +195,8 @@ class Seeking(Stream):
         return Seeking(self.start + number)
 
 
-def test_a_plain_stream_is_asked_to_skip_or_read_with_a_word_about_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_stream_skips_or_reads(caplog: pytest.LogCaptureFixture) -> None:
+    """A plain stream is asked to skip or read with a word about it."""
     for stream, words in ((Seeking(), ""), (Stream(), "reads 3 batches to skip them: Stream has no skip(n)")):
         caplog.clear()
         later = skip_first_batches(DataLoader(stream, batch_size=2, collate_fn=keep), 3)

@@ -50,7 +50,8 @@ class ByRank(Stream):
 
 
 @pytest.mark.parametrize("names", [("rank", "world_size"), ("process_index", "num_replicas"), ("rank", "num_processes")])
-def test_rank_and_world_of_a_dataset_say_that_it_is_shared_out(names: tuple[str, str]) -> None:
+def test_rank_attributes_mean_sharded(names: tuple[str, str]) -> None:
+    """Rank and world of a dataset say that it is shared out."""
     dataset = Stream(**dict(zip(names, (1, 2), strict=True)))
     answer = shard_dataset(dataset, 1, 2)
     assert answer.own
@@ -58,7 +59,8 @@ def test_rank_and_world_of_a_dataset_say_that_it_is_shared_out(names: tuple[str,
     assert answer.doubt == ""
 
 
-def test_a_dataset_split_by_node_is_shared_out() -> None:
+def test_split_by_node() -> None:
+    """A dataset split by node is shared out."""
     answer = shard_dataset(Stream(_distributed=SimpleNamespace(rank=0, world_size=2)), 0, 2)
     assert answer.own
     assert "split by node" in answer.reason
@@ -69,19 +71,22 @@ def test_half_an_answer_is_none(attributes: dict[str, Any]) -> None:
     assert not shard_dataset(Stream(**attributes), 0, 2).own
 
 
-def test_a_dataset_shared_out_for_others_is_doubted() -> None:
+def test_foreign_shard_is_doubted() -> None:
+    """A dataset shared out for others is doubted."""
     assert "set up for rank 3 of 4, but this is rank 1 of 2" in shard_dataset(Stream(rank=3, world_size=4), 1, 2).doubt
 
 
 @pytest.mark.parametrize("name", ["num_shards", "n_shards"])
-def test_shards_are_given_to_the_ranks(name: str) -> None:
+def test_shards_given_to_ranks(name: str) -> None:
+    """Shards are given to the ranks."""
     shards = [[1, 2], [3], [4, 5, 6]]
     answers = [shard_dataset(Sharded(shards, name), rank, 2) for rank in range(2)]
     assert all(answer.own for answer in answers)
     assert [list(answer.dataset) for answer in answers] == [[1, 2, 4, 5, 6], [3]]
 
 
-def test_too_few_shards_are_said_and_not_used() -> None:
+def test_too_few_shards() -> None:
+    """Too few shards are reported and not used."""
     dataset = Sharded([[1, 2]])
     answer = shard_dataset(dataset, 0, 2)
     assert not answer.own
@@ -89,12 +94,14 @@ def test_too_few_shards_are_said_and_not_used() -> None:
     assert "num_shards=1 for 2 processes" in answer.doubt
 
 
-def test_a_dataset_can_split_itself_by_rank() -> None:
+def test_split_by_rank() -> None:
+    """A dataset can split itself by rank."""
     answers = [shard_dataset(ByRank(range(5)), rank, 2) for rank in range(2)]
     assert [list(answer.dataset) for answer in answers] == [[0, 2, 4], [1, 3]]
 
 
-def test_a_pipeline_with_a_sharding_filter_is_shared_out_after_its_shuffle() -> None:
+def test_sharding_filter_after_shuffle() -> None:
+    """A pipeline with a sharding filter is shared out after its shuffle."""
     parts = []
     for rank in range(2):
         pipe = IterableWrapper(range(10)).shuffle().sharding_filter()
@@ -162,14 +169,18 @@ VALUES = [
 ]
 
 
-def test_equal_items_have_equal_fingerprints_and_others_have_not() -> None:
-    """Made anew each time, so addresses and identities differ, as they do between processes."""
+def test_fingerprints() -> None:
+    """Equal items have equal fingerprints and others have not.
+
+    Made anew each time, so addresses and identities differ, as they do between processes.
+    """
     digests = [fingerprint([make()]) for make in VALUES]
     assert digests == [fingerprint([make()]) for make in VALUES]
     assert len(set(digests)) == len(VALUES)
 
 
-def test_the_fingerprint_knows_where_items_end() -> None:
+def test_fingerprint_of_item_ends() -> None:
+    """The fingerprint knows where items end."""
     assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"])
     assert fingerprint([]) != fingerprint([[]])
 
@@ -181,7 +192,8 @@ def draw() -> tuple[float, float, float, float]:
     return random.random(), float(numpy.random.rand()), float(numpy.random.randn()), float(torch.rand(()))
 
 
-def test_numbers_inside_follow_the_seed_and_those_outside_are_as_if_nothing_was_drawn() -> None:
+def test_random_state_scope() -> None:
+    """Numbers inside follow the seed and those outside are as if nothing was drawn."""
     inside, outside = [], []
     for seed, blocks in [(3, 0), (3, 2), (4, 2), (3, 2)]:
         random.seed(0)
@@ -201,7 +213,8 @@ def test_numbers_inside_follow_the_seed_and_those_outside_are_as_if_nothing_was_
     assert len(set(inside[1])) == 6, "a block goes on where the one before ended"
 
 
-def test_the_states_come_back_when_reading_fails() -> None:
+def test_states_restored_after_error() -> None:
+    """The states come back when reading fails."""
     before = random.getstate()
     with pytest.raises(IndexError), RandomStateScope(1):
         random.choice([random.random()][1:])
@@ -209,7 +222,8 @@ def test_the_states_come_back_when_reading_fails() -> None:
 
 
 @pytest.mark.parametrize("drawing", [random.random, numpy.random.rand, lambda: torch.rand(())])
-def test_it_knows_whether_numbers_were_drawn(drawing: Any) -> None:
+def test_scope_used(drawing: Any) -> None:
+    """It knows whether numbers were drawn."""
     own = RandomStateScope(1)
     with own:
         pass
@@ -220,12 +234,15 @@ def test_it_knows_whether_numbers_were_drawn(drawing: Any) -> None:
 
 
 @pytest.mark.parametrize("careful", [False, True])
-def test_items_in_blocks_are_all_the_items(careful: bool) -> None:
+def test_blocks_cover_all_items(careful: bool) -> None:
+    """Items in blocks are all the items."""
     for length in range(8):
         assert list(iterate_blocks(range(length), 3, RandomStateScope(1), careful=careful)) == list(range(length))
 
 
-def test_a_shuffling_stream_is_read_with_numbers_of_the_readers_own() -> None:
+def test_shuffling_stream() -> None:
+    """A shuffling stream is read with numbers of the reader's own."""
+
     class Shuffling(Stream):
         def __iter__(self) -> Iterator[int]:
             return iter(random.sample(range(20), 20))
@@ -240,7 +257,8 @@ def test_a_shuffling_stream_is_read_with_numbers_of_the_readers_own() -> None:
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 
-def test_cutting_takes_samples_of_tensors_arrays_and_lists() -> None:
+def test_slice_rows() -> None:
+    """Cutting takes samples of tensors arrays and lists."""
     ragged = [torch.arange(length) for length in (1, 2, 3, 4)]
     texts = ["a", "b", "c", "d"]
     batch = {"x": torch.arange(8).view(4, 2), "n": numpy.arange(4), "text": texts, "ragged": ragged, "scale": 0.5, "name": "abcd"}
@@ -252,19 +270,22 @@ def test_cutting_takes_samples_of_tensors_arrays_and_lists() -> None:
     assert (got["scale"], got["name"]) == (0.5, "abcd")
 
 
-def test_cutting_keeps_the_parts_of_a_batch_apart_from_samples() -> None:
+def test_slice_rows_and_parts() -> None:
+    """Cutting keeps the parts of a batch apart from samples."""
     images, labels = slice_rows([torch.arange(4).view(2, 2), torch.arange(2)], slice(1, 2))
     assert (images.tolist(), labels.tolist()) == ([[2, 3]], [1])
 
 
-def test_what_cannot_be_cut_is_said() -> None:
+def test_uncuttable_batch_refused() -> None:
+    """What cannot be cut is reported."""
     with pytest.raises(ValueError, match="a batch of 4 samples is to be cut .* holds a Tensor of length 7, .* slice_fn_for_dispatch"):
         slice_rows({"features": torch.ones(4), "links": torch.ones(7)}, slice(0, 2))
 
 
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4), world=st.integers(1, 4))
-def test_ready_made_batches_are_cut_without_loss(sizes: list[int], world: int) -> None:
+def test_ready_made_batches_cut(sizes: list[int], world: int) -> None:
+    """Ready made batches are cut without loss."""
     batches = [torch.arange(size) + 10 * number for number, size in enumerate(sizes)]
     pieces = [list(ItemSplitPlan(world, lambda item: item).pieces(iter(batches), rank)) for rank in range(world)]
     for number, batch in enumerate(batches):

@@ -151,7 +151,8 @@ def simulated(make: Any, world: int, **options: Any) -> list[tuple[list[Any], Ba
     even=st.booleans(),
     split=st.booleans(),
 )
-def test_global_batches_are_those_of_one_process(length: int, batch: int, world: int, drop_last: bool, even: bool, split: bool) -> None:
+def test_global_batches_match_one_process(length: int, batch: int, world: int, drop_last: bool, even: bool, split: bool) -> None:
+    """Global batches are those of one process."""
     size = batch * world
     make = lambda: DataLoader(Stream(range(length)), batch_size=size if split else batch, drop_last=drop_last)  # noqa: E731
     got = simulated(make, world, even_batches=even, split_batches=split)
@@ -165,7 +166,9 @@ def test_global_batches_are_those_of_one_process(length: int, batch: int, world:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_ranks_in_processes_take_turns(ranks: Any, world: int) -> None:
+def test_ranks_take_turns(ranks: Any, world: int) -> None:
+    """Ranks in processes take turns."""
+
     def run() -> Any:
         found = []
         for length, batch, workers in [(0, 2, 0), (1, 1, 0), (7, 1, 0), (10, 2, 0), (9, 2, 1)]:
@@ -182,7 +185,9 @@ def test_ranks_in_processes_take_turns(ranks: Any, world: int) -> None:
             assert [entry for entry, _, _, _ in got] == expected
 
 
-def test_a_stream_that_draws_random_numbers_is_the_same_on_every_number_of_processes(ranks: Any) -> None:
+def test_random_stream_any_world_size(ranks: Any) -> None:
+    """A stream that draws random numbers is the same on every number of processes."""
+
     def run() -> Any:
         state = PartialState()
         random.seed(state.process_index)
@@ -204,7 +209,9 @@ def test_a_stream_that_draws_random_numbers_is_the_same_on_every_number_of_proce
     assert found[0][0] != found[0][1], "another epoch is another order"
 
 
-def test_workers_of_all_ranks_read_the_same_though_each_collates_for_itself(ranks: Any) -> None:
+def test_workers_of_all_ranks_agree(ranks: Any) -> None:
+    """Workers of all ranks read the same though each collates for itself."""
+
     def run() -> Any:
         loader = prepared(DataLoader(Shuffling(range(22)), batch_size=2, num_workers=2, collate_fn=draw_and_keep))
         return passed(loader), loader.mode  # type: ignore[attr-defined]
@@ -220,7 +227,9 @@ def test_workers_of_all_ranks_read_the_same_though_each_collates_for_itself(rank
     assert sorted(item[0] for item in read) == sorted([*range(22)] * 2), "two workers, each with the whole stream, as plain torch does"
 
 
-def test_items_that_share_themselves_out_between_workers_are_read_once(ranks: Any) -> None:
+def test_items_shared_between_workers(ranks: Any) -> None:
+    """Items that share themselves out between workers are read once."""
+
     def run() -> Any:
         loader = prepared(DataLoader(ByWorker(range(23)), batch_size=2, num_workers=2, persistent_workers=True))
         return passed(loader), passed(loader)
@@ -230,7 +239,8 @@ def test_items_that_share_themselves_out_between_workers_are_read_once(ranks: An
         assert sorted(item for result, _, _, _ in together(results) for item in result) == list(range(23))
 
 
-def test_texts_ragged_items_and_batches_that_are_ready_made() -> None:
+def test_texts_ragged_and_ready_made() -> None:
+    """Texts ragged items and batches that are ready made."""
     items = [{"text": "a" * number, "ids": torch.arange(number)} for number in range(7)]
     got = simulated(lambda: DataLoader(Stream(items), batch_size=2, collate_fn=list), 2)
     assert [sample["text"] for entry, _, _, _ in got for sample in entry] == ["a" * number for number in range(7)]
@@ -243,7 +253,8 @@ def test_texts_ragged_items_and_batches_that_are_ready_made() -> None:
     assert [entry for entry, _, _, _ in got] == [batch.tolist() for batch in batches]
 
 
-def test_every_pass_is_another_epoch_and_the_dataset_is_told() -> None:
+def test_epoch_told_to_dataset() -> None:
+    """Every pass is another epoch and the dataset is reported."""
     dataset = Stream(range(4))
     loader = prepared(DataLoader(dataset, batch_size=2), 0, 1)
     list(loader)
@@ -253,13 +264,16 @@ def test_every_pass_is_another_epoch_and_the_dataset_is_told() -> None:
     assert dataset.epochs == [0, 1, 7]
 
 
-def test_the_effective_batch_is_kept_for_any_number_of_processes() -> None:
+def test_effective_batch_any_world_size() -> None:
+    """The effective batch is kept for any number of processes."""
     for world in (1, 2, 4):
         loaders = [prepared(DataLoader(Stream(range(32)), batch_size=3), rank, world, effective_batch_size=16) for rank in range(world)]
         assert {(loader.batch_size, loader.steps_per_update) for loader in loaders} == {(2, 8 // world)}
 
 
-def test_the_length_is_known_where_the_dataset_has_one() -> None:
+def test_length_of_stream() -> None:
+    """The length is known where the dataset has one."""
+
     class Sized(Stream):
         def __len__(self) -> int:
             return len(self.items)
@@ -275,14 +289,16 @@ def test_the_length_is_known_where_the_dataset_has_one() -> None:
 
 @pytest.mark.parametrize("kind", [Stream, Seekable])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_pass_that_begins_later_gives_the_rest(kind: Any, world: int) -> None:
+def test_later_start_gives_rest(kind: Any, world: int) -> None:
+    """A pass that begins later gives the rest."""
     whole = simulated(lambda: DataLoader(kind(range(23)), batch_size=2), world)
     for skipped in range(len(whole) + 1):
         loaders = [skip_first_batches(prepared(DataLoader(kind(range(23)), batch_size=2), rank, world), skipped) for rank in range(world)]
         assert together([passed(loader) for loader in loaders]) == whole[skipped:]
 
 
-def test_skipping_seeks_where_the_dataset_can_and_says_so_where_it_reads(caplog: pytest.LogCaptureFixture) -> None:
+def test_skip_seeks_or_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """Skipping seeks where the dataset can and is reported where it reads."""
     read = {}
     for kind in (Stream, Seekable):
         dataset = kind(range(1000))
@@ -298,14 +314,16 @@ def test_skipping_seeks_where_the_dataset_can_and_says_so_where_it_reads(caplog:
     assert read[Seekable] == 0, "nothing of what comes before"
 
 
-def test_skipping_with_workers_finds_the_same_batches() -> None:
+def test_skip_with_workers() -> None:
+    """Skipping with workers finds the same batches."""
     make = lambda: DataLoader(ByWorker(range(23)), batch_size=2, num_workers=2)  # noqa: E731
     whole = simulated(make, 2)
     later = together([passed(skip_first_batches(prepared(make(), rank, 2), 3)) for rank in range(2)])
     assert [entry for entry, _, _, _ in later] == [entry for entry, _, _, _ in whole[3:]]
 
 
-def test_a_saved_position_goes_on_at_another_number_of_processes() -> None:
+def test_resume_at_other_world_size() -> None:
+    """A saved position continues at another number of processes."""
     first = [prepared(DataLoader(Seekable(range(24)), batch_size=2), rank, 2) for rank in range(2)]
     iterators = [iter(loader) for loader in first]
     for _ in range(3):
@@ -335,8 +353,11 @@ OWN_CASES = [
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("silent", [False, True])
-def test_parts_that_end_at_different_times_are_read_once_and_end_together(ranks: Any, world: int, silent: bool) -> None:
-    """`silent`: the dataset does not say that it is shared out; that is found by comparing (it lost data in another library)."""
+def test_own_parts_end_together(ranks: Any, world: int, silent: bool) -> None:
+    """Parts that end at different times are read once and end together.
+
+    `silent`: the dataset does not say that it is shared out; that is found by comparing (it lost data in another library).
+    """
 
     def run() -> Any:
         rank, found = PartialState().process_index, []
@@ -365,7 +386,9 @@ def test_parts_that_end_at_different_times_are_read_once_and_end_together(ranks:
                     assert all(given > 0 for given in shares.given), "a rank without data has something to do"
 
 
-def test_a_stream_that_was_shared_out_silently_is_warned_about_once(ranks: Any) -> None:
+def test_silently_sharded_stream_warned(ranks: Any) -> None:
+    """A stream that was shared out silently is warned about once."""
+
     def run() -> list[str]:
         with captured_log(LOGGER) as messages:
             rank = PartialState().process_index
@@ -380,7 +403,8 @@ def test_a_stream_that_was_shared_out_silently_is_warned_about_once(ranks: Any) 
     assert second == []
 
 
-def test_shards_are_read_once_over_all_ranks(ranks: Any) -> None:
+def test_shards_read_once(ranks: Any) -> None:
+    """Shards are read once over all ranks."""
     shards = [[10 * shard + item for item in range(shard + 1)] for shard in range(6)]
 
     def run() -> Any:
@@ -398,13 +422,16 @@ def test_shards_are_read_once_over_all_ranks(ranks: Any) -> None:
         assert [read for _, _, _, read in results] == [0] * world
 
 
-def test_too_few_shards_are_read_by_turns_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few_shards_by_turns(caplog: pytest.LogCaptureFixture) -> None:
+    """Too few shards are read by turns with a warning."""
     got = simulated(lambda: DataLoader(Sharded([[1, 2, 3], [4, 5]]), batch_size=1), 3)
     assert [entry for entry, _, _, _ in got] == [[1, 2, 3], [4, 5]]
     assert "it has num_shards=2 for 3 processes" in caplog.text
 
 
-def test_a_pipeline_of_torch_is_shared_out_with_its_workers(ranks: Any) -> None:
+def test_datapipe_with_workers(ranks: Any) -> None:
+    """A pipeline of torch is shared out with its workers."""
+
     def run() -> Any:
         found = []
         for workers in (0, 2):
@@ -418,7 +445,9 @@ def test_a_pipeline_of_torch_is_shared_out_with_its_workers(ranks: Any) -> None:
         assert sorted(item for entry, _, _, _ in got for item in entry) == list(range(21))
 
 
-def test_a_rank_that_leaves_the_loop_alone_is_named(ranks: Any) -> None:
+def test_rank_that_leaves_is_named(ranks: Any) -> None:
+    """A rank that leaves the loop alone is named."""
+
     def run() -> None:
         state = PartialState()
         loader = prepared(DataLoader(Told(range(10), state.process_index, 2), batch_size=2))
@@ -434,7 +463,9 @@ def test_a_rank_that_leaves_the_loop_alone_is_named(ranks: Any) -> None:
         assert "rank 1: wait_for_everyone at test_stream_loader.py:" in message
 
 
-def test_a_dataset_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
+def test_dataset_error_on_all_ranks(ranks: Any) -> None:
+    """A dataset that fails on one rank fails on all."""
+
     def failing(rank: int) -> Iterator[int]:
         yield from range(3)
         if rank == 1:
@@ -454,7 +485,9 @@ def test_a_dataset_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
     assert isinstance(second.error, OSError)
 
 
-def test_ranks_that_may_end_apart_do_not_wait_for_each_other(ranks: Any) -> None:
+def test_uneven_ranks_do_not_wait(ranks: Any) -> None:
+    """Ranks that may end apart do not wait for each other."""
+
     def run() -> Any:
         rank = PartialState().process_index
         loader = prepared(DataLoader(Told(range(3 + 4 * rank), rank, 2), batch_size=2))
@@ -465,7 +498,9 @@ def test_ranks_that_may_end_apart_do_not_wait_for_each_other(ranks: Any) -> None
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_part_of_its_own_goes_on_where_it_was_left(ranks: Any, world: int) -> None:
+def test_own_part_resumes(ranks: Any, world: int) -> None:
+    """A part of its own continues where it was left."""
+
     def run() -> Any:
         rank, found = PartialState().process_index, []
         for kind in (Stream, Seekable):
@@ -494,7 +529,8 @@ def test_the_way_is_said(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_the_stream_of_hugging_face_datasets(ranks: Any, tmp_path: Any) -> None:
+def test_hugging_face_stream(ranks: Any, tmp_path: Any) -> None:
+    """The stream of Hugging Face datasets."""
     pytest.importorskip("datasets")
     for shard in range(4):
         (tmp_path / f"{shard}.jsonl").write_text("".join(f'{{"id": {10 * shard + item}}}\n' for item in range(3 + shard)))
@@ -545,7 +581,8 @@ class Keeping(Stream):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_state_of_the_dataset_is_saved_and_leads_back_without_reading(world: int) -> None:
+def test_dataset_state_saved(world: int) -> None:
+    """A state of the dataset is saved and leads back without reading."""
     whole = simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
     make = lambda rank: prepared(DataLoader(Keeping(range(203)), batch_size=2), rank, world)  # noqa: E731
     for cut in (0, 1, 40):
@@ -566,8 +603,11 @@ def test_a_state_of_the_dataset_is_saved_and_leads_back_without_reading(world: i
         assert together([passed(entry) for entry in resumed]) == simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
 
 
-def test_a_stream_of_hugging_face_datasets_goes_on_where_it_was_saved() -> None:
-    """Exactly, though what its shuffle holds in a buffer is not part of its own state."""
+def test_hugging_face_stream_resumes() -> None:
+    """A stream of Hugging Face datasets continues where it was saved.
+
+    Exactly, though what its shuffle holds in a buffer is not part of its own state.
+    """
     datasets = pytest.importorskip("datasets")
     stream = datasets.Dataset.from_dict({"id": list(range(40))}).to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=5)
     make = lambda: prepared(DataLoader(stream, batch_size=4), 0, 1)  # noqa: E731
@@ -584,7 +624,9 @@ def test_a_stream_of_hugging_face_datasets_goes_on_where_it_was_saved() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_position_is_in_samples_whatever_the_number_of_ranks(ranks: Any, workers: int) -> None:
+def test_position_in_samples(ranks: Any, workers: int) -> None:
+    """A position is in samples whatever the number of ranks."""
+
     def run() -> Any:
         state = PartialState()
         loader = DataLoader(Stream(range(14)), batch_size=2, num_workers=workers)
@@ -619,7 +661,8 @@ def alone(loader: DataLoader[Any], **options: Any) -> PreparedLoader:
     return build_loader(loader, LoaderSettings(data_rank=data_rank, config=DataLoaderConfiguration(**options), **REST))
 
 
-def test_workers_that_should_stay_hear_of_the_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_persistent_workers_and_set_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """Workers that should stay are told of the epoch."""
     loader = alone(DataLoader(Epochal(), batch_size=2, num_workers=1, persistent_workers=True))
     assert [[batch.tolist() for batch in loader] for _ in range(2)] == [[[0, 1]], [[100, 101]]]
     assert "persistent_workers=True" in caplog.text
@@ -630,7 +673,8 @@ class Counting(IterableDataset[Any]):
         return iter(range(4))
 
 
-def test_a_stream_with_workers_that_stay_nests_in_itself() -> None:
+def test_persistent_stream_nests() -> None:
+    """A stream with workers that stay nests in itself."""
     loader = alone(DataLoader(Counting(), batch_size=1, num_workers=1, persistent_workers=True))
     inner: list[list[int]] = []
     outer = [(batch.item(), inner.append([entry.item() for entry in loader]))[0] for batch in loader]
@@ -644,7 +688,8 @@ class Scaled(DataLoader[Any]):
         return (batch * 10 for batch in super().__iter__())
 
 
-def test_a_subclass_that_changes_batches_of_a_stream_is_refused() -> None:
+def test_stream_subclass_refused() -> None:
+    """A subclass that changes batches of a stream is refused."""
     for dispatch in (None, True):
         with pytest.raises(ConfigError, match="a Scaled over an IterableDataset"):
             alone(Scaled(Counting(), batch_size=2), dispatch_batches=dispatch)
@@ -655,7 +700,9 @@ class Part(Told):
         return len(self.items)
 
 
-def test_parts_of_ranks_have_no_length_that_all_know() -> None:
+def test_own_parts_have_no_length() -> None:
+    """Parts of ranks have no length that all know."""
+
     def made(rank: int) -> PreparedLoader:
         data_rank = DataRank(rank, 2, SingleProcessChannel, Limits())
         settings = LoaderSettings(data_rank=data_rank, config=DataLoaderConfiguration(), **REST)

@@ -31,7 +31,9 @@ class Shards(IterableDataset[int]):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("dispatched", [False, True])
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_a_later_epoch_goes_on_in_its_own_order(workers: int, dispatched: bool, epoch: int) -> None:
+def test_later_epoch_resumes(workers: int, dispatched: bool, epoch: int) -> None:
+    """A later epoch continues in its own order."""
+
     def fresh() -> "DataLoader[int]":
         return prepare_data_loader(DataLoader(Shards(), batch_size=4, num_workers=workers), dispatch_batches=dispatched)
 
@@ -48,7 +50,8 @@ def test_a_later_epoch_goes_on_in_its_own_order(workers: int, dispatched: bool, 
     assert [batch.tolist() for batch in loader] == rest
 
 
-def test_streams_of_datasets_go_on_in_a_later_epoch() -> None:
+def test_datasets_stream_later_epoch() -> None:
+    """Streams of datasets continue in a later epoch."""
     datasets = pytest.importorskip("datasets")
 
     def fresh() -> "DataLoader[int]":
@@ -87,7 +90,9 @@ class Lines(IterableDataset[int]):
         self.at = state["at"]
 
 
-def test_a_last_batch_is_completed_from_the_start_of_a_stream_that_keeps_its_position(ranks: Any) -> None:
+def test_stateful_stream_completes_last_batch(ranks: Any) -> None:
+    """A last batch is completed from the start of a stream that keeps its position."""
+
     def run() -> tuple[list[Any], list[Any]]:
         config = DataLoaderConfiguration(even_batches=True)
         loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Lines(), batch_size=2))

@@ -87,7 +87,8 @@ def backend() -> Iterator[Counting]:
 # --- compiling -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole_model_is_compiled_in_place(backend: Counting) -> None:
+def test_compile_whole_model(backend: Counting) -> None:
+    """The whole model is compiled in place."""
     model = Model()
     keys, expected = list(model.state_dict()), model(X)
     assert compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True)) is model
@@ -98,7 +99,8 @@ def test_the_whole_model_is_compiled_in_place(backend: Counting) -> None:
     assert backend.graphs == 1
 
 
-def test_blocks_that_are_alike_are_compiled_once(backend: Counting) -> None:
+def test_equal_blocks_compiled_once(backend: Counting) -> None:
+    """Blocks that are alike are compiled once."""
     model, x = Model(depth=12), X.clone().requires_grad_()  # as what comes out of a block does
     keys, expected = list(model.state_dict()), model(x)
     compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True, use_regional_compilation=True))
@@ -109,7 +111,8 @@ def test_blocks_that_are_alike_are_compiled_once(backend: Counting) -> None:
     assert backend.graphs == 1
 
 
-def test_gradients_of_compiled_blocks_are_those_of_the_model(backend: Counting) -> None:
+def test_gradients_of_compiled_blocks(backend: Counting) -> None:
+    """Gradients of compiled blocks are those of the model."""
     model = Model()
     model(X).sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -118,14 +121,16 @@ def test_gradients_of_compiled_blocks_are_those_of_the_model(backend: Counting) 
     assert all(torch.equal(parameter.grad, wanted) for parameter, wanted in zip(model.parameters(), expected, strict=True))
 
 
-def test_a_model_without_blocks_is_compiled_as_a_whole_and_that_is_said(backend: Counting, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_blocks(backend: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    """A model without blocks is compiled as a whole and that is reported."""
     model = Block()
     compile_model(model, TorchDynamoPlugin(backend=backend, use_regional_compilation=True))
     assert is_compiled_module(model)
     assert "compiled as a whole" in caplog.text
 
 
-def test_settings_of_the_user_are_not_overruled(backend: Counting, caplog: pytest.LogCaptureFixture) -> None:
+def test_user_settings_kept(backend: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings of the user are not overruled."""
     model = Model()
     model.compile(backend=backend)
     compile_model(model, TorchDynamoPlugin(backend="aot_eager"))
@@ -135,7 +140,8 @@ def test_settings_of_the_user_are_not_overruled(backend: Counting, caplog: pytes
 
 
 @pytest.mark.parametrize("regional", [False, True])
-def test_compiling_again_as_before_changes_nothing_and_says_nothing(regional: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_compile_twice(regional: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Compiling again as before changes nothing and says nothing."""
     model, plugin = Model(), TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
     compile_model(model, plugin)
     before = [module._compiled_call_impl for module in model.modules()]
@@ -145,11 +151,13 @@ def test_compiling_again_as_before_changes_nothing_and_says_nothing(regional: bo
 
 
 @pytest.mark.parametrize("plugin", [TorchDynamoPlugin(), TorchDynamoPlugin(backend="no"), TorchDynamoPlugin(backend="eager", disable=True)])
-def test_nothing_is_compiled_unless_asked_for(plugin: TorchDynamoPlugin) -> None:
+def test_not_compiled_by_default(plugin: TorchDynamoPlugin) -> None:
+    """Nothing is compiled unless asked for."""
     assert not is_compiled_module(compile_model(Block(), plugin))
 
 
-def test_what_is_installed_on_a_model_is_compiled_with_it(backend: Counting) -> None:
+def test_autocast_compiled_along(backend: Counting) -> None:
+    """What is installed on a model is compiled with it."""
     model = Model()
     install_autocast(model, make_policy("bf16", outputs_to_fp32=False), "cpu")
     compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True))
@@ -160,19 +168,22 @@ def test_what_is_installed_on_a_model_is_compiled_with_it(backend: Counting) -> 
 # --- options -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_backend_that_this_torch_does_not_have_is_refused_when_used() -> None:
+def test_unknown_backend_refused() -> None:
+    """A backend that this torch does not have is refused when used."""
     for plugin in (TorchDynamoPlugin(backend=DynamoBackend.FX2TRT), TorchDynamoPlugin(backend="inductr")):
         with pytest.raises(ConfigError, match=r"(fx2trt|inductr).*inductor"):
             compile_model(Block(), plugin)
 
 
 @pytest.mark.parametrize("values", [{"backend": 3}, {"mode": "max-autotune", "options": {"shape_padding": True}}])
-def test_values_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
+def test_invalid_values_refused(values: dict[str, Any]) -> None:
+    """Values that make no sense are refused."""
     with pytest.raises(ConfigError, match="TorchDynamoPlugin"):
         TorchDynamoPlugin(**values)
 
 
-def test_arguments_are_those_of_torch_compile() -> None:
+def test_compile_arguments() -> None:
+    """Arguments are those of torch compile."""
     plugin = TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER, mode="default", dynamic=False, use_regional_compilation=True)
     assert plugin.to_kwargs() == {"backend": "aot_eager", "mode": "default", "dynamic": False}
     assert plugin.to_dict()["backend"] == "aot_eager"
@@ -180,7 +191,8 @@ def test_arguments_are_those_of_torch_compile() -> None:
     assert TorchDynamoPlugin(backend="Eager").backend is DynamoBackend.EAGER
 
 
-def test_the_plugin_wins_over_the_other_sources() -> None:
+def test_plugin_precedence() -> None:
+    """The plugin wins over the other sources."""
     options = Compute(
         dynamo_backend="eager",
         dynamo_mode="reduce-overhead",
@@ -213,17 +225,20 @@ def test_the_plugin_wins_over_the_other_sources() -> None:
         ("no module", False),
     ],
 )
-def test_repeated_blocks_are_lists_of_one_class(module: Any, repeats: bool) -> None:
+def test_is_repeated_blocks(module: Any, repeats: bool) -> None:
+    """Repeated blocks are lists of one class."""
     assert is_repeated_blocks(module) is repeats
 
 
-def test_repeated_blocks_are_found_inside() -> None:
+def test_has_repeated_blocks() -> None:
+    """Repeated blocks are found inside."""
     assert has_repeated_blocks(Model())
     assert not has_repeated_blocks(Block())
     assert not has_repeated_blocks(None)
 
 
-def test_nested_lists_are_compiled_at_their_outermost_blocks() -> None:
+def test_nested_block_lists() -> None:
+    """Nested lists are compiled at their outermost blocks."""
     inner = [nn.ModuleList([Model(2), Model(2)]), nn.ModuleList([Block(), Block()])]
     model = nn.ModuleList(inner)
     compile_regions(model, backend="eager")
@@ -233,7 +248,8 @@ def test_nested_lists_are_compiled_at_their_outermost_blocks() -> None:
 # --- compiled by the user before -----------------------------------------------------------------------------------------
 
 
-def test_a_compiled_model_becomes_its_original_with_the_same_settings(backend: Counting) -> None:
+def test_compile_wrapper_settled(backend: Counting) -> None:
+    """A compiled model becomes its original with the same settings."""
     model = Model()
     expected = model(X)
     settled = compile_in_place(torch.compile(model, backend=backend, fullgraph=True))
@@ -260,7 +276,8 @@ def test_dynamic_shapes_survive(backend: Counting) -> None:
     assert backend.graphs == 1
 
 
-def test_regions_that_were_compiled_by_hand_are_settled_too(backend: Counting) -> None:
+def test_hand_compiled_regions_settled(backend: Counting) -> None:
+    """Regions that were compiled by hand are settled too."""
     model = Model()
     keys, expected = list(model.state_dict()), model(X)
     for position, block in enumerate(model.blocks):
@@ -274,7 +291,8 @@ def test_regions_that_were_compiled_by_hand_are_settled_too(backend: Counting) -
     assert torch.equal(settled(X), expected)
 
 
-def test_a_block_that_is_shared_stays_shared(backend: Counting) -> None:
+def test_shared_block_stays_shared(backend: Counting) -> None:
+    """A block that is shared stays shared."""
     shared = torch.compile(Block(), backend=backend)
     model = nn.Sequential(shared, shared)
     compile_in_place(model)
@@ -282,7 +300,8 @@ def test_a_block_that_is_shared_stays_shared(backend: Counting) -> None:
     assert type(model[1]) is Block
 
 
-def test_what_is_installed_after_settling_is_compiled_too(backend: Counting) -> None:
+def test_autocast_after_settling(backend: Counting) -> None:
+    """What is installed after settling is compiled too."""
     model = Model()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert compiled(X).dtype is torch.float32
@@ -290,7 +309,8 @@ def test_what_is_installed_after_settling_is_compiled_too(backend: Counting) -> 
     assert model(X).dtype is compiled(X).dtype is torch.bfloat16
 
 
-def test_hooks_of_the_wrapper_go_with_the_model(backend: Counting) -> None:
+def test_hooks_of_wrapper_moved(backend: Counting) -> None:
+    """Hooks of the wrapper go with the model."""
     calls: list[int] = []
     model = Block()
     compiled = torch.compile(model, backend=backend)
@@ -302,7 +322,8 @@ def test_hooks_of_the_wrapper_go_with_the_model(backend: Counting) -> None:
     assert calls == [1]
 
 
-def test_hooks_in_both_places_are_refused(backend: Counting) -> None:
+def test_hooks_in_both_places(backend: Counting) -> None:
+    """Hooks in both places are refused."""
     model = Block()
     compiled = torch.compile(model, backend=backend)
     for entry in (model, compiled):
@@ -311,7 +332,8 @@ def test_hooks_in_both_places_are_refused(backend: Counting) -> None:
         compile_in_place(compiled)
 
 
-def test_a_model_that_is_not_compiled_stays_as_it_is() -> None:
+def test_plain_model_unchanged() -> None:
+    """A model that is not compiled stays as it is."""
     model = Model()
     assert compile_in_place(model) is model
     assert not has_compiled_regions(model)
@@ -340,7 +362,8 @@ def _gradients_of_compiled_replicas() -> list[list[list[float]]]:
     return found
 
 
-def test_compiled_replicas_have_the_gradients_of_one_process(ranks: Any) -> None:
+def test_compiled_replicas(ranks: Any) -> None:
+    """Compiled replicas have the gradients of one process."""
     torch.manual_seed(0)
     model = Model().double()
     model(torch.arange(16, dtype=torch.float64).view(4, 4)).mean().backward()

@@ -71,7 +71,8 @@ def trained(batches: int, every: int, accumulated: int = 1, enabled: bool = True
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_it_equals_replicas_that_are_averaged_by_hand(ranks: Any, world: int) -> None:
+def test_matches_hand_averaged_replicas(ranks: Any, world: int) -> None:
+    """It equals replicas that are averaged by hand."""
     cases = [(7, 3, 1), (6, 3, 1), (4, 1, 1), (2, 5, 1), (12, 2, 3)]
 
     def run() -> Any:
@@ -86,7 +87,8 @@ def test_it_equals_replicas_that_are_averaged_by_hand(ranks: Any, world: int) ->
             assert all(torch.equal(value, other[name]) for name, value in first.items())
 
 
-def test_one_process_and_a_block_that_is_not_enabled_are_plain_training(ranks: Any) -> None:
+def test_disabled_is_plain_training(ranks: Any) -> None:
+    """One process and a block that is not enabled are plain training."""
     assert_same = torch.testing.assert_close
     assert_same(trained(5, 2), by_hand(1, 5, 2)[0], rtol=0, atol=0)
 
@@ -108,7 +110,9 @@ def test_one_process_and_a_block_that_is_not_enabled_are_plain_training(ranks: A
         assert_same(plain, off, rtol=0, atol=0)
 
 
-def test_one_collective_for_each_number_format_and_none_between(ranks: Any) -> None:
+def test_collectives_per_dtype(ranks: Any) -> None:
+    """One collective for each number format and none between."""
+
     def run() -> Any:
         accelerator = Accelerator()
         model = torch.nn.ModuleDict({"a": torch.nn.Linear(200, 200), "b": torch.nn.Linear(200, 200).double()})
@@ -138,7 +142,9 @@ def test_one_collective_for_each_number_format_and_none_between(ranks: Any) -> N
     assert ranks(2).run(run) == [(0, [(torch.float32, size), (torch.float64, size)])] * 2
 
 
-def test_an_error_in_the_block_is_raised_without_averaging(ranks: Any) -> None:
+def test_error_in_block(ranks: Any) -> None:
+    """An error in the block is raised without averaging."""
+
     def run() -> None:
         accelerator = Accelerator()
         model = accelerator.prepare(make_model())
@@ -152,7 +158,8 @@ def test_an_error_in_the_block_is_raised_without_averaging(ranks: Any) -> None:
     assert isinstance(main.error, PeerLostError)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_wrong_arguments_refused() -> None:
+    """What makes no sense is refused."""
     accelerator = Accelerator()
     model = make_model()
     for steps in (0, -1, 2.0, True, None):

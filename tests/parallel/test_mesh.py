@@ -20,7 +20,8 @@ FULL = MeshSizes(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2)
 
 
 @given(SIZES)
-def test_coordinates_and_ranks_are_inverse_and_follow_the_grid(sizes: MeshSizes) -> None:
+def test_coordinates_and_ranks(sizes: MeshSizes) -> None:
+    """Coordinates and ranks are inverse and follow the grid."""
     grid = sizes.grid()
     for rank in range(sizes.total):
         here = sizes.coordinates(rank)
@@ -28,7 +29,8 @@ def test_coordinates_and_ranks_are_inverse_and_follow_the_grid(sizes: MeshSizes)
 
 
 @given(SIZES, NAMES)
-def test_groups_share_out_all_ranks_and_peers_are_their_members(sizes: MeshSizes, names: list[str]) -> None:
+def test_groups_and_peers(sizes: MeshSizes, names: list[str]) -> None:
+    """Groups share out all ranks and peers are their members."""
     groups = sizes.groups(*names)
     assert sorted(rank for group in groups for rank in group) == list(range(sizes.total))
     assert {len(group) for group in groups} == {sizes.size(*names)}
@@ -37,32 +39,37 @@ def test_groups_share_out_all_ranks_and_peers_are_their_members(sizes: MeshSizes
 
 
 @given(SIZES, st.sampled_from(AXES))
-def test_the_open_axis_takes_what_is_left(sizes: MeshSizes, axis: str) -> None:
+def test_open_axis(sizes: MeshSizes, axis: str) -> None:
+    """The open axis takes what is left."""
     known = {name: getattr(sizes, name) for name in AXES}
     assert MeshSizes(**{**known, axis: -1}).resolve(sizes.total) == sizes
     assert sizes.resolve(sizes.total) is sizes
 
 
 @given(SIZES, st.integers(1, 64))
-def test_another_number_of_processes_is_an_error_with_both_numbers(sizes: MeshSizes, world: int) -> None:
+def test_wrong_world_size(sizes: MeshSizes, world: int) -> None:
+    """Another number of processes is an error with both numbers."""
     if math.prod(sizes.shape) == world:
         return
     with pytest.raises(ConfigError, match=f"is for {sizes.total} processes, but there are {world}"):
         sizes.resolve(world)
 
 
-def test_the_error_says_which_size_would_fit() -> None:
+def test_error_suggests_size() -> None:
+    """The error says which size would fit."""
     with pytest.raises(ConfigError, match=r"dp_shard 4 x tp 2 is for 8 processes, but there are 6\. .*dp_shard=-1 \(or 3\) would fit"):
         MeshSizes(dp_shard=4, tp=2).resolve(6)
 
 
-def test_an_open_axis_that_would_not_be_whole() -> None:
+def test_open_axis_not_whole() -> None:
+    """An open axis that would not be whole."""
     with pytest.raises(ConfigError, match=r"dp_shard would be 8 / 3.*multiple of 3"):
         MeshSizes(dp_shard=-1, tp=3).resolve(8)
 
 
 @pytest.mark.parametrize("size", [0, -2, 1.0, "2", True, None])
-def test_a_size_is_a_number_from_one_or_minus_one(size: object) -> None:
+def test_invalid_axis_size(size: object) -> None:
+    """A size is a number from one or minus one."""
     with pytest.raises(ConfigError, match="axis tp was given the size"):
         MeshSizes(tp=size)  # type: ignore[arg-type]
 
@@ -75,12 +82,14 @@ def test_only_one_axis_can_be_open() -> None:
 @pytest.mark.parametrize(
     "ask", [lambda mesh: mesh.total, lambda mesh: mesh.grid(), lambda mesh: mesh.coordinates(0), lambda mesh: mesh.active]
 )
-def test_an_open_mesh_has_to_be_resolved_first(ask: object) -> None:
+def test_unresolved_mesh(ask: object) -> None:
+    """An open mesh has to be resolved first."""
     with pytest.raises(ConfigError, match="resolve"):
         ask(MeshSizes(dp_shard=-1))  # type: ignore[operator]
 
 
-def test_neighbours_along_tp_have_consecutive_ranks_and_pipeline_stages_are_furthest_apart() -> None:
+def test_rank_layout() -> None:
+    """Neighbours along tp have consecutive ranks and pipeline stages are furthest apart."""
     assert FULL.peers(0, "tp") == (0, 1)
     assert FULL.peers(0, "pp") == (0, 32)
 
@@ -119,7 +128,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("sizes", [FULL, MeshSizes(dp_shard=64), MeshSizes(dp_replicate=8, sp=2, tp=4)], ids=str)
-def test_torch_agrees_about_every_axis_and_use(rank: int, sizes: MeshSizes) -> None:
+def test_torch_mesh_agrees(rank: int, sizes: MeshSizes) -> None:
+    """Torch agrees about every axis and use."""
     mesh = sizes.build(CPU.type)
     assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (sizes.active, tuple(sizes.size(axis) for axis in sizes.active))
     for name in (*sizes.active, *(use for use in USES if sizes.size(use) > 1)):
@@ -128,25 +138,29 @@ def test_torch_agrees_about_every_axis_and_use(rank: int, sizes: MeshSizes) -> N
         assert view.get_local_rank() == sizes.peers(rank, name).index(rank)
 
 
-def test_building_resolves_the_open_axis_with_the_open_group(rank: int) -> None:
+def test_build_resolves_open_axis(rank: int) -> None:
+    """Building resolves the open axis with the open group."""
     mesh = MeshSizes(dp_shard=-1, tp=4).build(CPU.type)
     assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (("dp_shard", "tp"), (16, 4))
     with pytest.raises(ConfigError, match="is for 2 processes, but there are 64"):
         MeshSizes(tp=2).build(CPU.type)
 
 
-def test_a_view_can_be_taken_again_without_another_group(rank: int) -> None:
+def test_view_twice(rank: int) -> None:
+    """A view can be taken again without another group."""
     mesh = FULL.build(CPU.type)
     assert FULL.view(mesh, "loss") is FULL.view(mesh, "loss")
 
 
-def test_a_use_of_size_one_has_no_view(rank: int) -> None:
+def test_no_view_of_size_one(rank: int) -> None:
+    """A use of size one has no view."""
     sizes = MeshSizes(tp=64)
     with pytest.raises(ConfigError, match="batch has the size 1"):
         sizes.view(sizes.build(CPU.type), "batch")
 
 
-def test_a_mesh_of_one_process() -> None:
+def test_mesh_of_one_process() -> None:
+    """A mesh of one process."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         assert MeshSizes().build(CPU.type).mesh.tolist() == [0]

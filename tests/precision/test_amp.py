@@ -12,7 +12,8 @@ from slipstream import ConfigError
 from slipstream.utils import get_grad_scaler, get_mixed_precision_context_manager, is_peft_model
 
 
-def test_autocast_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is that of the run."""
     weight = torch.ones(2, 2)
     with get_mixed_precision_context_manager(native_amp=True):
         assert (weight @ weight).dtype is torch.float32
@@ -23,13 +24,16 @@ def test_autocast_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (weight @ weight).dtype is torch.float32
 
 
-def test_scalers_for_sharded_models_are_refused() -> None:
+def test_sharded_scaler_refused() -> None:
+    """Scalers for sharded models are refused."""
     assert get_grad_scaler(init_scale=4.0).get_scale() == 4.0
     with pytest.raises(ConfigError, match="FSDP"):
         get_grad_scaler("FSDP")
 
 
-def test_models_of_peft_are_known_if_peft_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peft_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of peft are known if peft is there."""
+
     class PeftModel(torch.nn.Linear):
         pass
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import StateError
-from slipstream.precision.autocast import autocast_context, find_autocast_policy, has_autocast, install_autocast, remove_autocast
+from slipstream.precision.autocast import autocast_context, install_autocast, remove_autocast
 from slipstream.precision.policy import AutocastKwargs, make_policy
 
 X = torch.ones(2, 4)
@@ -84,8 +84,11 @@ class Outputs(dict):  # as the outputs of transformers are: a mapping and a data
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
-def test_outputs_are_float32_by_default(model: Model, precision: str) -> None:
-    """Wherever they are in nested outputs; integers, and tensors that are float64, stay."""
+def test_outputs_float32_by_default(model: Model, precision: str) -> None:
+    """Outputs are float32 by default.
+
+    Wherever they are in nested outputs; integers, and tensors that are float64, stay.
+    """
     kind = make_policy(precision).autocast_dtype
     install_autocast(model, make_policy(precision), "cpu")
     assert model(X)["out"].dtype is torch.float32
@@ -106,27 +109,31 @@ def test_outputs_are_float32_by_default(model: Model, precision: str) -> None:
     assert found.inner[2].x.dtype is torch.float32
 
 
-def test_outputs_of_half_precision_weights_are_float32_without_mixed_precision_too(model: Model) -> None:
+def test_half_weights_give_float32_outputs(model: Model) -> None:
+    """Outputs of half precision weights are float32 without mixed precision too."""
     model.bfloat16()
     install_autocast(model, make_policy("no", outputs_to_fp32=True), "cpu")
     assert model(X.bfloat16())["out"].dtype is torch.float32
     assert model.seen == [torch.bfloat16]
 
 
-def test_without_mixed_precision_nothing_is_installed(model: Model) -> None:
+def test_nothing_installed_without_precision(model: Model) -> None:
+    """Without mixed precision nothing is installed."""
     before = dict(vars(model))
     install_autocast(model, NO, "cpu")
-    assert not has_autocast(model)
+    assert "forward" not in vars(model)
     assert vars(model) == before
 
 
-def test_autocast_can_be_turned_off(model: Model) -> None:
+def test_autocast_turned_off(model: Model) -> None:
+    """Autocast can be turned off."""
     install_autocast(model, make_policy("bf16", autocast=False), "cpu", AutocastKwargs(enabled=False))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(X)["out"].dtype is torch.float32
 
 
-def test_class_keys_signature_and_docstring_stay(model: Model) -> None:
+def test_class_and_signature_stay(model: Model) -> None:
+    """Class keys signature and docstring stay."""
     signature, keys = inspect.signature(model.forward), list(model.state_dict())
     install_autocast(model, BF16, "cpu")
     assert type(model) is Model
@@ -138,17 +145,19 @@ def test_class_keys_signature_and_docstring_stay(model: Model) -> None:
     assert inspect.getdoc(model.forward) == "What the model computes."
 
 
-def test_installing_again_replaces_and_removing_restores(model: Model) -> None:
+def test_install_twice_and_remove(model: Model) -> None:
+    """Installing again replaces and removing restores."""
     install_autocast(model, BF16, "cpu")
     install_autocast(model, FP16, "cpu")
-    assert (find_autocast_policy(model), model(X)["out"].dtype) == (FP16, torch.float16)
+    assert (model.forward.policy, model(X)["out"].dtype) == (FP16, torch.float16)
     install_autocast(model, NO, "cpu")
-    assert (has_autocast(model), model(X)["out"].dtype) == (False, torch.float32)
+    assert ("forward" in vars(model), model(X)["out"].dtype) == (False, torch.float32)
     remove_autocast(model)
     assert "forward" not in vars(model)
 
 
-def test_a_forward_that_stood_in_the_instance_is_used_and_comes_back(model: Model) -> None:
+def test_instance_forward_restored(model: Model) -> None:
+    """A forward that stood in the instance is used and comes back."""
     own = model.forward
 
     def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +175,8 @@ def test_a_forward_that_stood_in_the_instance_is_used_and_comes_back(model: Mode
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "deepcopy of a parent", "pickle"])
-def test_a_copy_computes_with_its_own_weights(model: Model, kind: str) -> None:
+def test_copy_uses_own_weights(model: Model, kind: str) -> None:
+    """A copy computes with its own weights."""
     install_autocast(model, BF16, "cpu")
     if kind == "pickle":
         buffer = io.BytesIO()
@@ -187,12 +197,14 @@ def test_a_copy_computes_with_its_own_weights(model: Model, kind: str) -> None:
     assert twin(X)["out"].tolist() == [[7.0] * 3] * 2
 
 
-def test_a_copy_of_the_forward_alone_stays_with_its_model(model: Model) -> None:
+def test_copy_of_forward(model: Model) -> None:
+    """A copy of the forward alone stays with its model."""
     install_autocast(model, BF16, "cpu")
     assert torch.equal(copy.deepcopy(model.forward)(X)["out"], model(X)["out"])
 
 
-def test_the_model_is_freed_without_the_garbage_collector(model: Model, request: pytest.FixtureRequest) -> None:
+def test_model_freed_without_gc(model: Model, request: pytest.FixtureRequest) -> None:
+    """The model is freed without the garbage collector."""
     held = Model()
     install_autocast(held, BF16, "cpu")
     held(X)
@@ -205,7 +217,8 @@ def test_the_model_is_freed_without_the_garbage_collector(model: Model, request:
         gc.enable()
 
 
-def test_a_forward_whose_model_is_gone_says_so() -> None:
+def test_forward_without_model() -> None:
+    """A forward whose model is gone is reported."""
     held = Model()
     install_autocast(held, BF16, "cpu")
     forward = held.forward
@@ -231,7 +244,8 @@ def test_the_compiler_traces_through(dynamo: None, backend: str, in_place: bool)
     assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), gradients, strict=True))
 
 
-def test_a_compiled_model_computes_in_what_is_installed_later(dynamo: None) -> None:
+def test_autocast_installed_after_compile(dynamo: None) -> None:
+    """A compiled model computes in what is installed later."""
     model = Traced()
     model.compile(backend="eager", fullgraph=True)
     kinds = [model(X)["out"].dtype]
@@ -242,7 +256,9 @@ def test_a_compiled_model_computes_in_what_is_installed_later(dynamo: None) -> N
     assert kinds == [torch.float32, torch.bfloat16, torch.float32]
 
 
-def test_a_model_that_calls_itself_keeps_its_precision() -> None:
+def test_recursive_model() -> None:
+    """A model that calls itself keeps its precision."""
+
     class Recursive(nn.Linear):
         def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
             return super().forward(self(x, depth - 1) if depth else x)
@@ -263,12 +279,14 @@ def test_a_model_that_calls_itself_keeps_its_precision() -> None:
         (BF16, AutocastKwargs(enabled=False), torch.float32),
     ],
 )
-def test_the_context_computes_as_the_policy_says(policy, handler, dtype) -> None:
+def test_autocast_context(policy, handler, dtype) -> None:
+    """The context computes as the policy says."""
     with autocast_context(policy, "cpu", handler):
         assert (X @ X.T).dtype is dtype
 
 
-def test_the_context_without_mixed_precision_leaves_an_outer_autocast_alone_unless_turned_off() -> None:
+def test_context_inside_autocast() -> None:
+    """The context without mixed precision leaves an outer autocast alone unless turned off."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with autocast_context(NO, "cpu"):
             assert (X @ X.T).dtype is torch.bfloat16
@@ -276,7 +294,8 @@ def test_the_context_without_mixed_precision_leaves_an_outer_autocast_alone_unle
             assert (X @ X.T).dtype is torch.float32
 
 
-def test_the_weight_cache_is_as_asked(model: Model) -> None:
+def test_weight_cache(model: Model) -> None:
+    """The weight cache is as asked."""
     seen = []
     model.layer.register_forward_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
     for wanted in (True, False):

@@ -37,7 +37,8 @@ def converted(model: nn.Module) -> list[str]:
     return [name for name, layer in model.named_modules() if "Float8" in type(layer).__name__]
 
 
-def test_all_but_the_first_the_last_and_odd_layers_are_converted() -> None:
+def test_converted_layers() -> None:
+    """All but the first the last and odd layers are converted."""
     model = layers()
     assert not has_ao_layers(model)
     with pytest.warns(UserWarning, match="emulated on the CPU"):
@@ -46,7 +47,8 @@ def test_all_but_the_first_the_last_and_odd_layers_are_converted() -> None:
     assert has_ao_layers(model)
 
 
-def test_parameters_keys_modes_and_hooks_stay() -> None:
+def test_parameters_and_hooks_stay() -> None:
+    """Parameters keys modes and hooks stay."""
     model, calls = layers().eval(), []
     handle = model[1].register_forward_hook(lambda *_: calls.append(1))
     parameters, keys = list(model.parameters()), list(model.state_dict())
@@ -61,7 +63,8 @@ def test_parameters_keys_modes_and_hooks_stay() -> None:
     assert calls == [1]
 
 
-def test_it_trains_close_to_float32_and_computes_around_in_bfloat16() -> None:
+def test_training_close_to_float32() -> None:
+    """It trains close to float32 and computes around in bfloat16."""
     reference, model = layers(), layers()
     with pytest.warns(UserWarning, match="emulated"):
         convert_to_fp8(model)
@@ -79,7 +82,8 @@ def test_it_trains_close_to_float32_and_computes_around_in_bfloat16() -> None:
     assert not torch.equal(weight, expected)
 
 
-def test_a_choice_and_a_config_of_the_user_are_taken() -> None:
+def test_user_filter_and_config() -> None:
+    """A choice and a config of the user are taken."""
     model = convert_model_to_fp8_ao(layers(), EMULATED, lambda layer, name: name in ("0", "6"))
     assert converted(model) == ["0", "6"]
     assert model[0].config is EMULATED
@@ -107,18 +111,21 @@ def test_padding_is_passed_on() -> None:
         (layers(), AORecipeKwargs(module_filter_func=lambda layer, name: False), "module_filter_func took none"),
     ],
 )
-def test_a_model_in_which_nothing_was_converted_says_why(model, recipe, why) -> None:
+def test_nothing_converted_warning(model, recipe, why) -> None:
+    """A model in which nothing was converted says why."""
     with pytest.warns(UserWarning, match=why):
         convert_to_fp8(model, recipe)
     assert not has_ao_layers(model)
 
 
-def test_a_layer_alone_cannot_be_converted_in_place() -> None:
+def test_single_layer_refused() -> None:
+    """A layer alone cannot be converted in place."""
     with pytest.raises(ConfigError, match="Sequential"):
         convert_to_fp8(nn.Linear(16, 16), AORecipeKwargs(config=EMULATED, module_filter_func=lambda layer, name: True))
 
 
-def test_without_torchao_it_says_what_to_install(monkeypatch) -> None:
+def test_missing_torchao(monkeypatch) -> None:
+    """Without torchao it says what to install."""
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[fp8\]'"):
         convert_to_fp8(layers())

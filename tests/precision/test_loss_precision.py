@@ -91,8 +91,11 @@ def test_unwrapped() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_low_loss_is_said_once(dtype: torch.dtype) -> None:
-    """A loss in half precision is warned about once, with what to write."""
+def test_low_precision_loss_warned_once(dtype: torch.dtype) -> None:
+    """A low loss is reported once.
+
+    A loss in half precision is warned about once, with what to write.
+    """
     warned: set[str] = set()
     with pytest.warns(UserWarning, match=rf"the loss at .* is {str(dtype)[6:]}.*outputs\.float\(\)"):
         warn_if_low_precision(warned, torch.ones((), dtype=dtype))

@@ -62,7 +62,8 @@ def test_an_unknown_precision_is_refused() -> None:
         ("bf16", torch.float64, (torch.float64, torch.float64, torch.float64)),
     ],
 )
-def test_the_policy_of_a_model_is_what_its_parameters_and_gradients_are(precision, dtype, expected) -> None:
+def test_policy_of_model(precision, dtype, expected) -> None:
+    """The policy of a model is what its parameters and gradients are."""
     model = nn.Linear(4, 4, dtype=dtype)
     policy = make_policy(precision).for_model(model)
     assert (policy.param, policy.compute, policy.reduce) == expected
@@ -73,16 +74,19 @@ def test_the_policy_of_a_model_is_what_its_parameters_and_gradients_are(precisio
     assert {parameter.grad.dtype for parameter in model.parameters()} == {policy.reduce}
 
 
-def test_a_format_of_reduction_that_was_chosen_stays_with_a_model() -> None:
+def test_chosen_reduce_dtype() -> None:
+    """A format of reduction that was chosen stays with a model."""
     policy = make_policy("bf16", reduce=torch.float16).for_model(nn.Linear(2, 2, dtype=torch.bfloat16))
     assert policy.reduce is torch.float16
 
 
-def test_a_model_without_parameters_leaves_the_policy_as_it_is() -> None:
+def test_model_without_parameters() -> None:
+    """A model without parameters leaves the policy as it is."""
     assert make_policy("bf16").for_model(nn.ReLU()) == make_policy("bf16")
 
 
-def test_float16_parameters_with_a_loss_scale_are_refused_by_name() -> None:
+def test_float16_parameters_refused() -> None:
+    """Float16 parameters with a loss scale are refused by name."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16))
     with pytest.raises(ConfigError, match=r"1\.weight.*float32"):
         check_parameters(make_policy("fp16"), model, scales=True)
@@ -95,17 +99,20 @@ def test_bfloat16_parameters_are_fine() -> None:
     check_parameters(make_policy("fp16"), nn.Linear(2, 2, dtype=torch.bfloat16), scales=True)
 
 
-def test_mixed_precision_on_float64_warns_that_it_has_no_effect() -> None:
+def test_float64_warning() -> None:
+    """Mixed precision on float64 warns that it has no effect."""
     with pytest.warns(UserWarning, match="no effect"):
         check_parameters(make_policy("bf16"), nn.Linear(2, 2, dtype=torch.float64), scales=False)
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16", "fp8"])
-def test_the_cpu_computes_in_every_precision(precision: str) -> None:
+def test_cpu_supports_every_precision(precision: str) -> None:
+    """The CPU computes in every precision."""
     check_device(precision, "cpu")
 
 
-def test_a_device_that_cannot_is_refused(monkeypatch) -> None:
+def test_unsupported_device_refused(monkeypatch) -> None:
+    """A device that cannot is refused."""
     old = dataclasses.replace(CPU, bf16=lambda _: False)
     monkeypatch.setattr(policies, "family_of", lambda _: old)
     check_device("fp16", "cpu")
@@ -119,12 +126,14 @@ def test_a_device_that_cannot_is_refused(monkeypatch) -> None:
         check_device("fp16", "cpu")
 
 
-def test_a_device_without_autocast_is_refused() -> None:
+def test_device_without_autocast_refused() -> None:
+    """A device without autocast is refused."""
     with pytest.raises(ConfigError, match="no autocast"):
         check_device("bf16", "meta")
 
 
-def test_float8_without_its_package_says_what_to_install(monkeypatch) -> None:
+def test_missing_float8_package(monkeypatch) -> None:
+    """Float8 without its package says what to install."""
     monkeypatch.setitem(packages.PACKAGES, "torchao", packages.Package(("no_such_package",), ("no-such-package",)))
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[fp8\]'"):
         check_device("fp8", "cpu")

@@ -37,7 +37,8 @@ from slipstream.precision.policy import (
         (AORecipeKwargs, {"enable_fsdp_float8_all_gather": True}),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_by_name(kind, values) -> None:
+def test_invalid_option_refused(kind, values) -> None:
+    """A value that makes no sense is refused by name."""
     with pytest.raises(ConfigError) as caught:
         kind(**values)
     assert kind.__name__ in str(caught.value)
@@ -51,12 +52,14 @@ def test_what_was_changed_is_told() -> None:
 
 
 @pytest.mark.parametrize("kind", [TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs])
-def test_recipes_of_other_engines_say_what_runs_here(kind) -> None:
+def test_recipes_of_other_engines(kind) -> None:
+    """Recipes of other engines say what runs here."""
     with pytest.raises(ConfigError, match=r"torchao.*AORecipeKwargs"):
         kind(margin=1)
 
 
-def test_a_recipe_cannot_contradict_its_config() -> None:
+def test_contradicting_recipe_refused() -> None:
+    """A recipe cannot contradict its config."""
     float8 = pytest.importorskip("torchao.float8")
     config = float8.Float8LinearConfig(pad_inner_dim=True)
     assert AORecipeKwargs(config=config, pad_inner_dim=True).config is config

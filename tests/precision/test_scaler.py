@@ -53,7 +53,8 @@ FACTORS = st.sampled_from([0.25, 1.0, 3.0, OVERFLOW])
     plan=st.lists(st.tuples(FACTORS, FACTORS, st.booleans(), st.booleans()), min_size=1, max_size=6),
     kinds=st.tuples(st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(sorted(OPTIMIZERS))),
 )
-def test_two_optimizers_of_one_scale_do_what_plain_torch_does(plan: list[Iteration], kinds: tuple[str, str]) -> None:
+def test_two_optimizers_match_torch(plan: list[Iteration], kinds: tuple[str, str]) -> None:
+    """Two optimizers of one scale do what plain torch does."""
     ours, theirs = [parameter(1.0), parameter(2.0)], [parameter(1.0), parameter(2.0)]
     our_optimizers = [OPTIMIZERS[kind]([our]) for kind, our in zip(kinds, ours, strict=True)]
     their_optimizers = [OPTIMIZERS[kind]([their]) for kind, their in zip(kinds, theirs, strict=True)]
@@ -82,7 +83,8 @@ def test_two_optimizers_of_one_scale_do_what_plain_torch_does(plan: list[Iterati
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_an_overflow_leaves_the_parameters_alone_and_halves_the_scale(kind: str) -> None:
+def test_overflow(kind: str) -> None:
+    """An overflow leaves the parameters alone and halves the scale."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS[kind]([entry]), LossScaler("cpu", OPTIONS)
     assert one_update(scaler, optimizer, entry, OVERFLOW) is False
@@ -102,7 +104,8 @@ def test_accumulated_gradients_have_one_scale() -> None:
     torch.testing.assert_close(entry.detach(), torch.full((2,), 1.0 - 0.1 * 3))
 
 
-def test_the_scale_moves_when_the_next_loss_comes_and_not_before() -> None:
+def test_scale_moves_with_next_loss() -> None:
+    """The scale moves when the next loss comes and not before."""
     entry, other = parameter(), parameter()
     first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
@@ -117,7 +120,8 @@ def test_the_scale_moves_when_the_next_loss_comes_and_not_before() -> None:
     assert scaler.get_scale() == 128.0
 
 
-def test_gradients_that_wait_can_be_brought_to_the_new_scale() -> None:
+def test_waiting_gradients_rescaled() -> None:
+    """Gradients that wait can be brought to the new scale."""
     entry, other = parameter(), parameter()
     first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
@@ -129,7 +133,8 @@ def test_gradients_that_wait_can_be_brought_to_the_new_scale() -> None:
     torch.testing.assert_close(other.detach(), torch.full((2,), 1.0 - 0.1 * 2))
 
 
-def test_a_loss_between_clipping_and_stepping_changes_nothing() -> None:
+def test_loss_between_clip_and_step() -> None:
+    """A loss between clipping and stepping changes nothing."""
     entry, other = parameter(), parameter()
     first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
@@ -148,7 +153,8 @@ def test_a_loss_between_clipping_and_stepping_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_step_that_was_given_up_after_clipping_does_not_spoil_the_next(set_to_none: bool) -> None:
+def test_abandoned_step_after_clip(set_to_none: bool) -> None:
+    """A step that was given up after clipping does not spoil the next."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     scaler.scale(loss_of(entry, 100.0)).backward()
@@ -164,7 +170,8 @@ def test_a_step_that_was_given_up_after_clipping_does_not_spoil_the_next(set_to_
     torch.testing.assert_close(entry.detach(), torch.full((2,), 0.9))
 
 
-def test_an_optimizer_that_gave_up_does_not_hold_the_scale_of_another() -> None:
+def test_abandoned_optimizer() -> None:
+    """An optimizer that gave up does not hold the scale of another."""
     entry, other = parameter(), parameter()
     first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
@@ -177,7 +184,8 @@ def test_an_optimizer_that_gave_up_does_not_hold_the_scale_of_another() -> None:
     assert scaler.get_scale() == 64.0 * 2**4
 
 
-def test_what_cannot_be_told_apart_is_an_error() -> None:
+def test_ambiguous_gradients_refused() -> None:
+    """What cannot be told apart is an error."""
     entry, other = parameter(), parameter()
     first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["adam"]([other])
     scaler = LossScaler("cpu", OPTIONS)
@@ -193,7 +201,8 @@ def test_what_cannot_be_told_apart_is_an_error() -> None:
     assert entry.grad.tolist() == [1.0, 1.0]
 
 
-def test_unscaling_after_the_step_changes_nothing() -> None:
+def test_unscale_after_step() -> None:
+    """Unscaling after the step changes nothing."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     one_update(scaler, optimizer, entry)
@@ -201,7 +210,8 @@ def test_unscaling_after_the_step_changes_nothing() -> None:
     assert entry.grad.tolist() == [1.0, 1.0]
 
 
-def test_stepping_without_gradients_is_as_in_plain_torch() -> None:
+def test_step_without_gradients() -> None:
+    """Stepping without gradients is as in plain torch."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     scaler.unscale(optimizer)
@@ -210,7 +220,8 @@ def test_stepping_without_gradients_is_as_in_plain_torch() -> None:
     assert entry.tolist() == [1.0, 1.0]
 
 
-def test_a_second_step_of_one_backward_is_refused() -> None:
+def test_second_step_refused() -> None:
+    """A second step of one backward is refused."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     one_update(scaler, optimizer, entry)
@@ -218,7 +229,8 @@ def test_a_second_step_of_one_backward_is_refused() -> None:
         scaler.step(optimizer)
 
 
-def test_a_backward_past_the_scaler_is_refused() -> None:
+def test_unscaled_backward_refused() -> None:
+    """A backward past the scaler is refused."""
     entry = parameter()
     loss_of(entry).backward()
     for call in (LossScaler("cpu").step, LossScaler("cpu").unscale):
@@ -226,7 +238,8 @@ def test_a_backward_past_the_scaler_is_refused() -> None:
             call(OPTIMIZERS["sgd"]([entry]))
 
 
-def test_a_closure_is_refused_in_fp16_and_used_elsewhere() -> None:
+def test_closure() -> None:
+    """A closure is refused in fp16 and used elsewhere."""
     entry = parameter()
     optimizer = torch.optim.LBFGS([entry], lr=0.1, max_iter=1)
 
@@ -242,7 +255,9 @@ def test_a_closure_is_refused_in_fp16_and_used_elsewhere() -> None:
     assert entry.tolist() != [1.0, 1.0]
 
 
-def test_what_is_no_torch_optimizer_is_refused() -> None:
+def test_foreign_optimizer_refused() -> None:
+    """What is no torch optimizer is refused."""
+
     class Foreign:
         param_groups = [{"params": [parameter()]}]  # noqa: RUF012
 
@@ -255,7 +270,8 @@ def test_what_is_no_torch_optimizer_is_refused() -> None:
         scaler.step(foreign)  # type: ignore[arg-type]
 
 
-def test_nothing_is_left_on_the_optimizer_and_it_is_not_kept() -> None:
+def test_nothing_left_on_optimizer() -> None:
+    """Nothing is left on the optimizer and it is not kept."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     one_update(scaler, optimizer, entry)
@@ -270,7 +286,8 @@ def test_nothing_is_left_on_the_optimizer_and_it_is_not_kept() -> None:
     assert alive() is None
 
 
-def test_the_state_is_plain_and_goes_on() -> None:
+def test_state_dict() -> None:
+    """The state is plain and continues."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     one_update(scaler, optimizer, entry, OVERFLOW)
@@ -287,7 +304,8 @@ def test_the_state_is_plain_and_goes_on() -> None:
     assert one_update(scaler, optimizer, entry)
 
 
-def test_a_state_of_another_precision_is_told() -> None:
+def test_state_of_other_precision() -> None:
+    """A state of another precision is reported."""
     with pytest.warns(UserWarning, match="goes on with 64"):
         LossScaler("cpu", OPTIONS).load_state_dict({})
     with pytest.warns(UserWarning, match="scale 8"):
@@ -295,7 +313,8 @@ def test_a_state_of_another_precision_is_told() -> None:
     NoScaler().load_state_dict(NoScaler().state_dict())
 
 
-def test_the_null_object_does_what_plain_torch_does() -> None:
+def test_no_scaler_matches_torch() -> None:
+    """The null object does what plain torch does."""
     entry = parameter()
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), NoScaler()
     loss = loss_of(entry)
@@ -314,8 +333,11 @@ def test_only_fp16_has_a_scale() -> None:
     assert LossScaler("cpu", GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
 
 
-def test_gradients_of_float16_are_kept_from_vanishing() -> None:
-    """What the scale is for: 2**-24 is the least that float16 holds, and this gradient is smaller."""
+def test_small_gradients_kept() -> None:
+    """Gradients of float16 are kept from vanishing.
+
+    What the scale is for: 2**-24 is the least that float16 holds, and this gradient is smaller.
+    """
     layer = nn.Linear(1, 1, bias=False)
     nn.init.ones_(layer.weight)
     optimizer, results = OPTIMIZERS["sgd"](layer.parameters()), []

@@ -107,8 +107,11 @@ def test_saved_and_restored(history: list[Event], steps: int) -> None:
         assert accumulation.begin(steps, batches[block.batch]) == closes(blocks, steps)[place]
 
 
-def test_a_short_window_of_known_length() -> None:
-    """It is divided by its size from its first batch on."""
+def test_short_window() -> None:
+    """A short window of known length.
+
+    It is divided by its size from its first batch on.
+    """
     reading, accumulation = LoaderPass(), Accumulation()
     accumulation.begin(4, reading.hand_out(torch.ones(1), False, 1, None, None))
     assert accumulation.add_mean() == 2.0

@@ -42,13 +42,16 @@ def fitting(limit: int, seen: list[int]) -> Any:
     ],
     ids=["called", "positional", "with parentheses", "by name"],
 )
-def test_the_size_is_halved_until_it_fits_and_arguments_are_passed_on(decorate: Any) -> None:
+def test_size_is_halved(decorate: Any) -> None:
+    """The size is halved until it fits and arguments are passed on."""
     seen: list[int] = []
     assert decorate(fitting(5, seen))("a", b=2) == (4, ("a",), {"b": 2})
     assert seen == [16, 8, 4]
 
 
-def test_without_parentheses_it_begins_with_128() -> None:
+def test_default_starting_size() -> None:
+    """Without parentheses it begins with 128."""
+
     @find_executable_batch_size
     def train(batch_size: int) -> int:
         if batch_size > 100:
@@ -58,7 +61,8 @@ def test_without_parentheses_it_begins_with_128() -> None:
     assert train() == 64
 
 
-def test_a_later_call_begins_with_the_size_that_fitted() -> None:
+def test_later_call_starts_with_fitting_size() -> None:
+    """A later call begins with the size that fitted."""
     seen: list[int] = []
     train = find_executable_batch_size(fitting(5, seen), 16)
     train()
@@ -66,7 +70,8 @@ def test_a_later_call_begins_with_the_size_that_fitted() -> None:
     assert seen == [16, 8, 4, 4]
 
 
-def test_reduce_batch_size_fn_with_the_present_size_and_with_a_count_of_its_own() -> None:
+def test_reduce_batch_size_fn() -> None:
+    """Reduce batch size fn with the present size and with a count of its own."""
     seen: list[int] = []
     find_executable_batch_size(fitting(70, seen), 100, lambda size: size - 15)()
     assert seen == [100, 85, 70]
@@ -77,18 +82,21 @@ def test_reduce_batch_size_fn_with_the_present_size_and_with_a_count_of_its_own(
 
 
 @pytest.mark.parametrize("given", [lambda size: size, lambda size: size * 0.5, lambda: 500, lambda: True, lambda: None])
-def test_a_next_size_that_makes_no_sense_is_refused(given: Any) -> None:
+def test_invalid_next_size_refused(given: Any) -> None:
+    """A next size that makes no sense is refused."""
     with pytest.raises(ConfigError, match="reduce_batch_size_fn gave .* after 8 did not fit"):
         find_executable_batch_size(fitting(0, []), 8, given)()
 
 
-def test_when_nothing_fits_the_error_names_the_sizes_and_the_last_cause() -> None:
+def test_nothing_fits() -> None:
+    """When nothing fits the error names the sizes and the last cause."""
     with pytest.raises(StateError, match="train ran out of memory with 4, 2, 1 .the last time: OutOfMemoryError: no room for 1") as caught:
         find_executable_batch_size(fitting(0, []), 4)()
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_each_reduction_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_reduction_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each reduction is reported in one line."""
     with caplog.at_level(logging.WARNING):
         find_executable_batch_size(fitting(3, []), 8)()
     said, alive = zip(*(record.getMessage().split(". When memory ran out: ") for record in caplog.records), strict=True)
@@ -99,7 +107,9 @@ def test_each_reduction_is_said_in_one_line(caplog: pytest.LogCaptureFixture) ->
     assert all("tensor" in text for text in alive)
 
 
-def test_what_was_alive_when_it_did_not_fit_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_alive_tensors_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """What was alive when it did not fit is reported."""
+
     @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size: int) -> int:
         activations = torch.ones(batch_size, 5_000_000)  # larger than what other tests have left
@@ -112,7 +122,8 @@ def test_what_was_alive_when_it_did_not_fit_is_said(caplog: pytest.LogCaptureFix
     assert "the largest 76.29 MB: float32 [4, 5000000] on cpu" in caplog.text
 
 
-def test_other_errors_are_raised_as_they_are() -> None:
+def test_other_errors_raised() -> None:
+    """Other errors are raised as they are."""
     calls = []
 
     @find_executable_batch_size
@@ -126,7 +137,8 @@ def test_other_errors_are_raised_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_nothing_of_the_failed_try_is_alive_in_the_next(chained: bool) -> None:
+def test_failed_try_is_freed(chained: bool) -> None:
+    """Nothing of the failed try is alive in the next."""
     alive: list[weakref.ref[torch.Tensor]] = []
     found: list[int] = []
 
@@ -179,7 +191,9 @@ def test_mistakes_in_the_use_are_named() -> None:
         find_executable_batch_size(reduce_batch_size_fn=lambda a, b: 1)
 
 
-def test_passing_what_is_filled_in_is_named() -> None:
+def test_filled_in_argument_refused() -> None:
+    """Passing what is filled in is named."""
+
     @find_executable_batch_size
     def train(batch_size: int, model: str) -> str:
         return model
@@ -190,7 +204,8 @@ def test_passing_what_is_filled_in_is_named() -> None:
             train(*args, **kwargs)
 
 
-def test_the_effective_batch_stays_the_same_for_every_size() -> None:
+def test_effective_batch_constant() -> None:
+    """The effective batch stays the same for every size."""
     for processes in (1, 2, 3):
         sizes = BatchSizeSchedule(100, None, effective_batch_size=360)
         tried = [sizes.first(processes)]
@@ -222,7 +237,9 @@ def outcome_of(train: Any) -> Any:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_take_the_size_that_fits_on_the_poorest(ranks: Any, world: int) -> None:
+def test_smallest_fitting_size_everywhere(ranks: Any, world: int) -> None:
+    """All ranks take the size that fits on the poorest."""
+
     def run() -> Any:
         state = PartialState()
         seen: list[int] = []
@@ -235,7 +252,9 @@ def test_all_ranks_take_the_size_that_fits_on_the_poorest(ranks: Any, world: int
         assert gathered == list(range(world))
 
 
-def test_the_line_names_the_rank_and_is_said_once(ranks: Any) -> None:
+def test_log_line_names_rank(ranks: Any) -> None:
+    """The line names the rank and is reported once."""
+
     def run() -> None:
         state = PartialState()
         find_executable_batch_size(fitting(5 if state.process_index == 1 else 9, []), 8)()
@@ -276,7 +295,9 @@ def test_quoted_error(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_inside_a_gather_is_called_away_and_tries_again(ranks: Any, world: int) -> None:
+def test_rank_in_gather_retries(ranks: Any, world: int) -> None:
+    """A rank inside a gather is called away and tries again."""
+
     def run() -> Any:
         state = PartialState()
         seen: list[int] = []
@@ -295,8 +316,11 @@ def test_a_rank_inside_a_gather_is_called_away_and_tries_again(ranks: Any, world
 
 
 @pytest.mark.parametrize(("world", "where"), [(3, "inside"), (2, "outside")])
-def test_a_rank_inside_a_backward_of_ddp_is_called_away(ranks: Any, world: int, where: str) -> None:
-    """Also if something outside of the function still refers to the model, and so to the process group."""
+def test_rank_in_backward_retries(ranks: Any, world: int, where: str) -> None:
+    """A rank inside a backward of DDP is called away.
+
+    Also if something outside of the function still refers to the model, and so to the process group.
+    """
 
     def run() -> Any:
         state = PartialState()
@@ -324,8 +348,11 @@ def test_a_rank_inside_a_backward_of_ddp_is_called_away(ranks: Any, world: int, 
         assert gathered == list(range(world))
 
 
-def test_memory_that_runs_out_in_the_middle_of_a_backward(ranks: Any) -> None:
-    """Some buckets of gradients are on their way on the rank that fails."""
+def test_out_of_memory_in_backward(ranks: Any) -> None:
+    """Memory that runs out in the middle of a backward.
+
+    Some buckets of gradients are on their way on the rank that fails.
+    """
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -367,8 +394,11 @@ def test_memory_that_runs_out_in_the_middle_of_a_backward(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["before the backward pass", "at its beginning", "in the middle of it", "after it"])
-def test_a_training_script_that_prepares_inside_of_the_function(ranks: Any, where: str) -> None:
-    """The usual form, with an Accelerator that lives outside; also on three processes, of which one is neither first nor last."""
+def test_training_script(ranks: Any, where: str) -> None:
+    """A training script that prepares inside of the function.
+
+    The usual form, with an Accelerator that lives outside; also on three processes, of which one is neither first nor last.
+    """
 
     def fail(gradient: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("in a hook")
@@ -409,8 +439,11 @@ def test_a_training_script_that_prepares_inside_of_the_function(ranks: Any, wher
     assert ranks(3).run(run) == [((4, 1), [0, 0])] * 3
 
 
-def test_the_same_failure_on_all_ranks_keeps_the_group(ranks: Any) -> None:
-    """So a model that was prepared before goes on to work."""
+def test_same_failure_keeps_group(ranks: Any) -> None:
+    """The same failure on all ranks keeps the group.
+
+    So a model that was prepared before goes on to work.
+    """
 
     def run() -> Any:
         state = PartialState()
@@ -429,7 +462,9 @@ def test_the_same_failure_on_all_ranks_keeps_the_group(ranks: Any) -> None:
     assert ranks(2).run(run) == [(2, 1)] * 2
 
 
-def test_an_error_of_one_rank_is_not_swallowed(ranks: Any) -> None:
+def test_error_of_one_rank_raised(ranks: Any) -> None:
+    """An error of one rank is not swallowed."""
+
     def run(inside: bool) -> None:
         state = PartialState()
         calls = []
@@ -454,7 +489,9 @@ def test_an_error_of_one_rank_is_not_swallowed(ranks: Any) -> None:
         assert "RuntimeError: shapes do not match" in str(main.error) or "rank 1 left the group" in str(main.error)
 
 
-def test_when_nothing_fits_on_one_rank_all_of_them_say_so(ranks: Any) -> None:
+def test_nothing_fits_on_one_rank(ranks: Any) -> None:
+    """When nothing fits on one rank all of them say so."""
+
     def run() -> Any:
         state = PartialState()
         return outcome_of(find_executable_batch_size(fitting(0 if state.process_index == 1 else 9, []), 2)), state.gather([1])
@@ -465,7 +502,9 @@ def test_when_nothing_fits_on_one_rank_all_of_them_say_so(ranks: Any) -> None:
         assert gathered == [1, 1]
 
 
-def test_sizes_that_differ_between_ranks_are_an_error_on_all(ranks: Any) -> None:
+def test_different_sizes_are_an_error(ranks: Any) -> None:
+    """Sizes that differ between ranks are an error on all."""
+
     def run() -> Any:
         state = PartialState()
         return outcome_of(find_executable_batch_size(fitting(0, []), 9, lambda size: size - 2 - state.process_index))
@@ -476,7 +515,9 @@ def test_sizes_that_differ_between_ranks_are_an_error_on_all(ranks: Any) -> None
         assert "try 2 with batch size 6" in text
 
 
-def test_the_effective_batch_on_several_ranks(ranks: Any) -> None:
+def test_effective_batch_on_ranks(ranks: Any) -> None:
+    """The effective batch on several ranks."""
+
     def run() -> Any:
         state = PartialState()
 
@@ -492,8 +533,11 @@ def test_the_effective_batch_on_several_ranks(ranks: Any) -> None:
     assert ranks(3).run(run) == [(4, 4)] * 3
 
 
-def test_a_rank_that_works_for_long_is_waited_for(ranks: Any) -> None:
-    """Longer than the limit of a collective: the rank that failed waits as long as the other shows signs of life."""
+def test_slow_rank_is_waited_for(ranks: Any) -> None:
+    """A rank that works for long is waited for.
+
+    Longer than the limit of a collective: the rank that failed waits as long as the other shows signs of life.
+    """
 
     def run() -> Any:
         state = PartialState()

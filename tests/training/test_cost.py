@@ -53,7 +53,8 @@ def entered(calls: Any) -> set[str]:
     return files
 
 
-def test_a_step_enters_at_most_five_modules_reads_no_variable_and_looks_up_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_enters_few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step enters at most five modules reads no variable and looks up no package."""
     settles_later = LedgerKwargs(interval=3600.0)  # once per interval the ledger looks at its rows, between two steps
     accelerator, net, optimizer, loader, scheduler = prepared(steps=2, kwargs_handlers=[settles_later])
     batches = iter(loader)
@@ -81,10 +82,12 @@ def test_a_step_enters_at_most_five_modules_reads_no_variable_and_looks_up_no_pa
     monkeypatch.setattr(builtins, "__import__", imports)
     x = next(batches)[0]
     files = entered(lambda: [step(accelerator, net, optimizer, x, scheduler) for _ in range(2)])
+    whole = entered(lambda: [step(accelerator, net, optimizer, next(batches)[0], scheduler) for _ in range(2)])
     reading = entered(lambda: [step(accelerator, net, optimizer, next(batches)[0], scheduler, clip=True) for _ in range(2)])
     monkeypatch.undo()
     assert not ours
     assert len(files) <= 5, sorted(files)
+    assert len(whole) <= 9, sorted(whole)
     rooms = {"accelerator", "data", "distributed", "observability", "strategies", "training"}
     assert {file.split("/")[0] for file in reading} <= rooms, sorted(reading)
 
@@ -95,8 +98,11 @@ def _counting(reduced: list[int], bucket: torch.distributed.GradBucket) -> torch
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def test_gradients_are_reduced_once_per_bucket_and_update(ranks: Any) -> None:
-    """And not at all while they are added up; with the guard and the beacon on."""
+def test_gradients_reduced_once(ranks: Any) -> None:
+    """Gradients are reduced once per bucket and update.
+
+    And not at all while they are added up; with the guard and the heartbeat on.
+    """
 
     def run() -> Any:
         counts = {}

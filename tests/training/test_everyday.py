@@ -60,7 +60,8 @@ def ours(body: Body, steps: int, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_several_losses_and_parts_of_a_model_are_averaged_too(ranks: Any, world: int) -> None:
+def test_several_losses_averaged(ranks: Any, world: int) -> None:
+    """Several losses and parts of a model are averaged too."""
     bodies = (two_losses, two_forwards, parts)
     expected = [plain(body, steps) for body in bodies for steps in (1, 3)]
     for found in ranks(world).run(lambda: [ours(body, steps) for body in bodies for steps in (1, 3)]):
@@ -68,8 +69,11 @@ def test_several_losses_and_parts_of_a_model_are_averaged_too(ranks: Any, world:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_whatever_name_the_model_is_trained_by(ranks: Any, world: int) -> None:
-    """The model itself, what unwrap_model gives, a compiled form: the gradients are averaged all the same."""
+def test_model_under_any_name(ranks: Any, world: int) -> None:
+    """Whatever name the model is trained by.
+
+    The model itself, what unwrap_model gives, a compiled form: the gradients are averaged all the same.
+    """
 
     def run() -> Any:
         found = []
@@ -94,8 +98,11 @@ def test_whatever_name_the_model_is_trained_by(ranks: Any, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_second_pass_after_clearing_counts_by_itself(ranks: Any, world: int) -> None:
-    """Sharpness-aware steps: gradients at a moved point take the place of the first ones, with a weight too."""
+def test_second_pass_after_clearing(ranks: Any, world: int) -> None:
+    """A second pass after clearing counts by itself.
+
+    Sharpness-aware steps: gradients at a moved point take the place of the first ones, with a weight too.
+    """
 
     def body(net: Any, x: torch.Tensor, backward: Callable[..., None], clear: Callable[[], None]) -> None:
         backward(net(x).square().sum(), weight=len(x))
@@ -129,7 +136,9 @@ def uneven(x: torch.Tensor, world: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_reducing_in_every_batch_changes_nothing(ranks: Any, world: int) -> None:
+def test_sync_each_batch(ranks: Any, world: int) -> None:
+    """Reducing in every batch changes nothing."""
+
     def run() -> Any:
         plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
         accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
@@ -169,15 +178,19 @@ def updates(accelerator: Accelerator, net: Any, loader: Any, pieces: int = 1) ->
     return seen
 
 
-def test_pieces_of_a_batch_end_with_the_last_piece() -> None:
-    """The last batch of a loader, cut into pieces, does not update after each of them."""
+def test_pieces_of_a_batch() -> None:
+    """Pieces of a batch end with the last piece.
+
+    The last batch of a loader, cut into pieces, does not update after each of them.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(range(12), batch_size=4))
     assert updates(accelerator, net, loader, pieces=2) == [4, 6]
     assert updates(accelerator, net, loader, pieces=4) == [4, 8, 12]
 
 
-def test_a_second_source_of_data_does_not_set_the_pace() -> None:
+def test_second_source_of_data() -> None:
+    """A second source of data does not set the pace."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net, first, second = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(range(8)), DataLoader(range(3)))
     again, seen = iter(second), []
@@ -193,7 +206,9 @@ def test_a_second_source_of_data_does_not_set_the_pace() -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_model_that_is_not_named_follows_the_one_that_is(ranks: Any, world: int) -> None:
+def test_unnamed_model_follows(ranks: Any, world: int) -> None:
+    """A model that is not named follows the one that is."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         nets = [model(1), model(2)]
@@ -219,7 +234,9 @@ def test_a_model_that_is_not_named_follows_the_one_that_is(ranks: Any, world: in
         assert all(close(entry, weights(net)) for entry, net in zip(found, nets, strict=True))
 
 
-def test_what_would_be_wrong_is_refused(ranks: Any) -> None:
+def test_wrong_use_refused(ranks: Any) -> None:
+    """What would be wrong is refused."""
+
     def run() -> list[str]:
         told = []
 
@@ -279,7 +296,8 @@ def test_arguments_that_cannot_be_meant(options: dict[str, Any], told: str) -> N
         Accelerator(cpu=True, **options)
 
 
-def test_clipping_between_two_backwards_of_fp16_is_refused() -> None:
+def test_fp16_clip_between_backwards_refused() -> None:
+    """Clipping between two backwards of fp16 is refused."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
     net = torch.nn.Linear(1, 1)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

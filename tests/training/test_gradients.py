@@ -45,8 +45,11 @@ def train(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_uneven_data_gives_the_updates_of_one_process(ranks: Any, world: int) -> None:
-    """Every sample counts once, however many ranks, batches and windows share them."""
+def test_uneven_data_matches_one_process(ranks: Any, world: int) -> None:
+    """Uneven data gives the updates of one process.
+
+    Every sample counts once, however many ranks, batches and windows share them.
+    """
     cases = [(13, 2, 1), (13, 2, 3), (9, 4, 2), (5, 2, 1), (24, 2, 2), (1, 2, 2)]
 
     def run() -> Any:
@@ -64,7 +67,9 @@ def test_uneven_data_gives_the_updates_of_one_process(ranks: Any, world: int) ->
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_same_effective_batch_gives_the_same_training_on_any_number_of_processes(ranks: Any, world: int) -> None:
+def test_effective_batch_matches_one_process(ranks: Any, world: int) -> None:
+    """The same effective batch gives the same training on any number of processes."""
+
     def run() -> Any:
         config = DataLoaderConfiguration(even_batches=False, data_seed=5)
         fixed = train(50, 12 // Accelerator(cpu=True).num_processes, 1, 3, dataloader_config=config)
@@ -78,8 +83,11 @@ def test_the_same_effective_batch_gives_the_same_training_on_any_number_of_proce
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_last_short_window_is_divided_by_its_real_size(ranks: Any, world: int) -> None:
-    """Accumulation over 2, three equal batches: both updates have the gradient 1."""
+def test_last_short_window(ranks: Any, world: int) -> None:
+    """The last short window is divided by its real size.
+
+    Accumulation over 2, three equal batches: both updates have the gradient 1.
+    """
 
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -100,8 +108,11 @@ def test_the_last_short_window_is_divided_by_its_real_size(ranks: Any, world: in
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_loss_with_its_weight_gives_the_gradient_of_one_big_batch(ranks: Any, world: int) -> None:
-    """Sums over tokens, of different numbers on every rank and in every batch."""
+def test_weighted_loss_matches_big_batch(ranks: Any, world: int) -> None:
+    """A loss with its weight gives the gradient of one big batch.
+
+    Sums over tokens, of different numbers on every rank and in every batch.
+    """
 
     def tokens(step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -136,7 +147,9 @@ def test_a_loss_with_its_weight_gives_the_gradient_of_one_big_batch(ranks: Any, 
         assert all(close(entry, other) for entry, other in zip(outcome, expected, strict=True))
 
 
-def test_weights_outside_of_accumulate_and_on_several_losses(ranks: Any) -> None:
+def test_weights_outside_accumulate(ranks: Any) -> None:
+    """Weights outside of accumulate and on several losses."""
+
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True)
         net = torch.nn.Linear(1, 1, bias=False)
@@ -155,7 +168,8 @@ def test_weights_outside_of_accumulate_and_on_several_losses(ranks: Any) -> None
         assert outcome == pytest.approx([2 / 3, 5.0])
 
 
-def test_a_division_by_the_steps_that_the_user_made_already_is_noticed_once() -> None:
+def test_user_division_warned_once() -> None:
+    """A division by the steps that the user made already is noticed once."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net = accelerator.prepare(torch.nn.Linear(1, 1))
 
@@ -174,8 +188,11 @@ def test_a_division_by_the_steps_that_the_user_made_already_is_noticed_once() ->
             accelerator.backward(net(torch.ones(1, 1)).mean() / factor)
 
 
-def test_backward_outside_of_accumulate_counts_in_full() -> None:
-    """And says that where an update ends is not known."""
+def test_backward_outside_accumulate() -> None:
+    """Backward outside of accumulate counts in full.
+
+    And says that where an update ends is not known.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
     with pytest.warns(UserWarning, match="outside of"):
@@ -185,7 +202,8 @@ def test_backward_outside_of_accumulate_counts_in_full() -> None:
 
 @given(steps=st.integers(1, 4), batches=st.integers(1, 9), sync=st.booleans(), zero_first=st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_updates_happen_where_windows_close(steps: int, batches: int, sync: bool, zero_first: bool) -> None:
+def test_updates_at_window_ends(steps: int, batches: int, sync: bool, zero_first: bool) -> None:
+    """Updates happen where windows close."""
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=sync)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     net = torch.nn.Linear(1, 1, bias=False)
@@ -233,8 +251,11 @@ def _adversarial_data() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_several_models_have_windows_of_their_own(ranks: Any, world: int) -> None:
-    """A GAN with accumulation 2: each network is updated every second time that it is accumulated."""
+def test_window_per_model(ranks: Any, world: int) -> None:
+    """Several models have windows of their own.
+
+    A GAN with accumulation 2: each network is updated every second time that it is accumulated.
+    """
 
     def run() -> list[torch.Tensor]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -121,12 +121,16 @@ def cut_everywhere(batches: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_loop_cut_after_any_batch_goes_on_bit_for_bit(ranks: Any, world: int) -> None:
-    """Accumulation of 4, means and weighted sums, and fp16 with overflows and a growing scale."""
+def test_loop_resumes_bit_for_bit(ranks: Any, world: int) -> None:
+    """A loop cut after any batch continues bit for bit.
+
+    Accumulation of 4, means and weighted sums, and fp16 with overflows and a growing scale.
+    """
     assert ranks(world).run(lambda: cut_everywhere(11)) == [[]] * world
 
 
-def test_gradients_are_saved_only_while_they_are_needed() -> None:
+def test_gradients_saved_when_needed() -> None:
+    """Gradients are saved only while they are needed."""
     loop, held = Loop(), []
     for number in range(6):
         loop.step(number)
@@ -135,7 +139,8 @@ def test_gradients_are_saved_only_while_they_are_needed() -> None:
     assert sorted(loop.parts.stepper.open_gradients()) == ["0.0.bias", "0.0.weight", "0.2.bias", "0.2.weight"]
 
 
-def test_gradients_that_a_script_adds_up_by_itself_are_saved_until_an_optimizer_steps() -> None:
+def test_hand_accumulated_gradients_saved() -> None:
+    """Gradients that a script adds up by itself are saved until an optimizer steps."""
     loop = Loop(steps=1)
     x, y = batch(0, 0)
     held = []
@@ -156,7 +161,8 @@ def test_gradients_that_a_script_adds_up_by_itself_are_saved_until_an_optimizer_
     assert same(loop.outcome(), again.outcome())
 
 
-def test_a_model_that_follows_the_window_of_another_is_saved_with_it() -> None:
+def test_following_model_saved() -> None:
+    """A model that follows the window of another is saved with it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     with accelerator.accumulate(first):
@@ -168,8 +174,11 @@ def test_a_model_that_follows_the_window_of_another_is_saved_with_it() -> None:
     assert not state["sync_gradients"]
 
 
-def test_a_scale_that_is_due_reaches_gradients_of_other_windows_before_they_are_saved() -> None:
-    """Two models with windows of their own: the one is updated and the scale grows, while the other still adds gradients up."""
+def test_due_scale_before_save() -> None:
+    """A scale that is due reaches gradients of other windows before they are saved.
+
+    Two models with windows of their own: the one is updated and the scale grows, while the other still adds gradients up.
+    """
 
     def run(saves: bool) -> torch.Tensor:
         handler = GradScalerKwargs(init_scale=4.0, growth_interval=1)
@@ -199,7 +208,8 @@ def test_a_scale_that_is_due_reaches_gradients_of_other_windows_before_they_are_
     assert run(True).item() == 0.5
 
 
-def test_sparse_gradients_come_back_as_they_were_added_up() -> None:
+def test_sparse_gradients() -> None:
+    """Sparse gradients come back as they were added up."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     table = accelerator.prepare(torch.nn.Embedding(5, 2, sparse=True))
     for rows in ([1, 1], [4, 0]):
@@ -218,8 +228,11 @@ def test_sparse_gradients_come_back_as_they_were_added_up() -> None:
         stepper.set_gradients(saved)
 
 
-def test_a_loader_that_goes_on_counts_anew_and_no_batch_is_taken_for_a_piece_of_another() -> None:
-    """Cut after the first of three batches: the loader's next batch is number 1 again."""
+def test_resumed_loader_counts_anew() -> None:
+    """A loader that continues counts anew and no batch is taken for a piece of another.
+
+    Cut after the first of three batches: the loader's next batch is number 1 again.
+    """
 
     def loop() -> tuple[Accelerator, Any, Any]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -241,7 +254,8 @@ def test_a_loader_that_goes_on_counts_anew_and_no_batch_is_taken_for_a_piece_of_
     assert closed == [True, True]
 
 
-def test_updates_count_what_was_really_updated() -> None:
+def test_count_of_updates() -> None:
+    """Updates count what was really updated."""
     loop, found = loop_of("overflow"), []
     for number in range(8):
         loop.step(number)
@@ -259,8 +273,11 @@ def test_updates_count_what_was_really_updated() -> None:
 
 @pytest.mark.parametrize("way", ["mean", "sum"])
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (1, 2), (2, 4), (4, 3)])
-def test_an_open_window_goes_on_with_another_number_of_ranks(ranks: Any, way: str, old: int, new: int) -> None:
-    """Windows of 3 batches, cut after the first: the update is that of the same 'batches', whoever adds them up."""
+def test_open_window_other_world_size(ranks: Any, way: str, old: int, new: int) -> None:
+    """An open window continues with another number of ranks.
+
+    Windows of 3 batches, cut after the first: the update is that of the same 'batches', whoever adds them up.
+    """
 
     def begin() -> Any:
         loop = Loop(way, steps=3)
@@ -318,8 +335,11 @@ class Epoch(Loop):
 
 
 @pytest.mark.parametrize(("old", "new"), [((2, 4), (1, 4)), ((1, 4), (2, 4)), ((2, 3), (4, 3)), ((4, 2), (3, 2)), ((3, 4), (4, 3))])
-def test_updates_are_the_same_after_a_change_of_processes_at_any_batch(ranks: Any, old: tuple[int, int], new: tuple[int, int]) -> None:
-    """(ranks, batch size): also where the cut lies inside of a global batch as it is now, in the middle of a window."""
+def test_updates_after_world_size_change(ranks: Any, old: tuple[int, int], new: tuple[int, int]) -> None:
+    """Updates are the same after a change of processes at any batch.
+
+    (ranks, batch size): also where the cut lies inside of a global batch as it is now, in the middle of a window.
+    """
     saved = [states for states, _ in ranks(old[0]).run(lambda: Epoch(old[1]).run())]
     straight = ranks(1).run(lambda: Epoch(8).run())[0][1]
     cuts = range(len(saved[0]))
@@ -351,7 +371,8 @@ def test_updates_are_the_same_after_a_change_of_processes_at_any_batch(ranks: An
     values=st.lists(st.floats(-5, 5), min_size=6, max_size=6),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_mean_of_a_window_counts_batches_of_both_sizes(steps: int, cut: int, ratio: float, values: list[float]) -> None:
+def test_window_with_both_sizes(steps: int, cut: int, ratio: float, values: list[float]) -> None:
+    """The mean of a window counts batches of both sizes."""
     cut = min(cut, steps - 1)
     window, gradient = Accumulation(), 0.0
     for value in values[:cut]:
@@ -404,7 +425,8 @@ def broken() -> list[tuple[Any, Any, str]]:
 
 
 @pytest.mark.parametrize(("state", "gradients", "words"), broken())
-def test_what_belongs_to_another_loop_is_refused_before_anything_changes(state: Any, gradients: Any, words: str) -> None:
+def test_state_of_other_loop_refused(state: Any, gradients: Any, words: str) -> None:
+    """What belongs to another loop is refused before anything changes."""
     loop = Loop()
     loop.step(0)
     stepper = loop.parts.stepper
@@ -418,7 +440,8 @@ def test_what_belongs_to_another_loop_is_refused_before_anything_changes(state: 
     assert all(torch.equal(gradient, there[name]) for name, gradient in stepper.open_gradients().items())
 
 
-def test_a_state_of_clipping_that_cannot_be_one_is_refused() -> None:
+def test_invalid_clip_state_refused() -> None:
+    """A state of clipping that cannot be one is refused."""
     clipper = Loop().parts.clipper
     for state in (
         None,

@@ -23,7 +23,8 @@ def objects() -> list[Any]:
     return [net, optimizer, DataLoader(rows(8), batch_size=2), torch.optim.lr_scheduler.StepLR(optimizer, 1), "anything"]
 
 
-def test_every_order_in_one_call_or_several() -> None:
+def test_any_order_of_prepare() -> None:
+    """Every order in one call or several."""
     for order in itertools.permutations(range(5)):
         given = objects()
         back = Accelerator(cpu=True).prepare(*(given[place] for place in order))
@@ -44,7 +45,9 @@ def test_every_order_in_one_call_or_several() -> None:
     assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.1**4])
 
 
-def test_preparing_twice_gives_the_same(ranks: Any) -> None:
+def test_prepare_twice(ranks: Any) -> None:
+    """Preparing twice gives the same."""
+
     def run() -> bool:
         accelerator = Accelerator(cpu=True)
         given = objects()
@@ -57,7 +60,9 @@ def test_preparing_twice_gives_the_same(ranks: Any) -> None:
     assert ranks(2).run(run) == [True, True]
 
 
-def test_state_dicts_have_the_names_of_the_model(ranks: Any) -> None:
+def test_state_dict_names(ranks: Any) -> None:
+    """State dicts have the names of the model."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
         own = list(model().state_dict())
@@ -78,7 +83,8 @@ def test_state_dicts_have_the_names_of_the_model(ranks: Any) -> None:
         assert all(ranks(world).run(run))
 
 
-def test_copies_of_a_prepared_model_are_their_own() -> None:
+def test_copies_of_prepared_model() -> None:
+    """Copies of a prepared model are their own."""
     for precision in ("no", "bf16"):
         net = Accelerator(cpu=True, mixed_precision=precision).prepare(torch.nn.Linear(2, 2))
         for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
@@ -107,8 +113,11 @@ class Encoder(torch.nn.Module):
         return "an encoder"
 
 
-def test_the_model_shows_through_its_wrapper(ranks: Any) -> None:
-    """Attributes, methods that synchronise, assignments, and an answer for what neither has."""
+def test_model_visible_through_wrapper(ranks: Any) -> None:
+    """The model shows through its wrapper.
+
+    Attributes, methods that synchronise, assignments, and an answer for what neither has.
+    """
 
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
@@ -140,7 +149,9 @@ class Idle(torch.nn.Module):
         return self.used(x)
 
 
-def test_unused_parameters_are_named_before_the_first_update(ranks: Any) -> None:
+def test_unused_parameters_named(ranks: Any) -> None:
+    """Unused parameters are named before the first update."""
+
     def run() -> str:
         accelerator = Accelerator(cpu=True)
         net = Idle()
@@ -168,7 +179,9 @@ def test_unused_parameters_are_named_before_the_first_update(ranks: Any) -> None
     assert all(ranks(2).run(allowed))
 
 
-def test_a_model_is_wrapped_again_after_the_group_was_released(ranks: Any) -> None:
+def test_rewrapped_after_group_release(ranks: Any) -> None:
+    """A model is wrapped again after the group was released."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
         net = model()
@@ -187,7 +200,9 @@ def test_a_model_is_wrapped_again_after_the_group_was_released(ranks: Any) -> No
     assert all(ranks(2).run(run))
 
 
-def test_a_model_whose_frozen_part_changed_is_wrapped_again(ranks: Any) -> None:
+def test_rewrapped_after_unfreezing(ranks: Any) -> None:
+    """A model whose frozen part changed is wrapped again."""
+
     def run() -> bool:
         accelerator = Accelerator(cpu=True)
         net = model()
@@ -242,13 +257,17 @@ def test_mistakes_are_named() -> None:
         ({"log_with": "nothing_known"}, "nothing_known"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], told: str) -> None:
+def test_unusable_arguments_refused(options: dict[str, Any], told: str) -> None:
+    """Arguments that cannot be used are refused."""
     with pytest.raises((ConfigError, TypeError), match=told):
         Accelerator(cpu=True, **options)
 
 
-def test_two_accelerators_keep_their_own_settings() -> None:
-    """A second Accelerator does not change the precision or accumulation of the first."""
+def test_two_accelerators() -> None:
+    """Two accelerators keep their own settings.
+
+    A second Accelerator does not change the precision or accumulation of the first.
+    """
     first = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
     second = Accelerator(cpu=True, gradient_accumulation_steps=8)
     assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 8)
@@ -265,7 +284,8 @@ def test_two_accelerators_keep_their_own_settings() -> None:
     assert closing == [(False, False), (True, False)]
 
 
-def test_free_memory_lets_everything_go() -> None:
+def test_free_memory() -> None:
+    """Free memory lets everything go."""
     import weakref
 
     accelerator = Accelerator(cpu=True)

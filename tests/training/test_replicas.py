@@ -23,7 +23,9 @@ def one_weight(accelerator: Accelerator) -> Any:
     return accelerator.prepare(net)
 
 
-def test_replicas_start_from_the_weights_of_rank_0(ranks: Any) -> None:
+def test_replicas_start_equal(ranks: Any) -> None:
+    """Replicas start from the weights of rank 0."""
+
     def run() -> float:
         accelerator = Accelerator(cpu=True)
         net = torch.nn.Linear(1, 1, bias=False)
@@ -33,7 +35,9 @@ def test_replicas_start_from_the_weights_of_rank_0(ranks: Any) -> None:
     assert ranks(3).run(run) == [1.0] * 3
 
 
-def test_blocks_without_averaging_and_the_one_that_makes_up_for_them(ranks: Any) -> None:
+def test_no_sync_and_trigger_sync(ranks: Any) -> None:
+    """Blocks without averaging and the one that makes up for them."""
+
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True)
         net = one_weight(accelerator)
@@ -85,14 +89,18 @@ def test_communication_hooks(ranks: Any, hook: str) -> None:
         {"check_reduction": True},
     ],
 )
-def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
+def test_options_without_effect_refused(options: dict[str, Any]) -> None:
+    """Options without effect are refused."""
     with pytest.raises(ConfigError):
         DistributedDataParallelKwargs(**options)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_may_run_out_of_batches_in_a_join_block(ranks: Any, world: int) -> None:
-    """On the CPU, too."""
+def test_join_uneven_inputs(ranks: Any, world: int) -> None:
+    """Ranks may run out of batches in a join block.
+
+    On the CPU, too.
+    """
 
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
@@ -117,8 +125,11 @@ def test_ranks_may_run_out_of_batches_in_a_join_block(ranks: Any, world: int) ->
     assert {evened for _, evened in counts} == {-(-5 // world)}
 
 
-def test_clipping_acts_once_per_update_on_whole_gradients(ranks: Any) -> None:
-    """In full precision and with the scale of fp16: the norm is that of one process."""
+def test_clip_once_per_update(ranks: Any) -> None:
+    """Clipping acts once per update on whole gradients.
+
+    In full precision and with the scale of fp16: the norm is that of one process.
+    """
 
     def run(precision: str) -> Any:
         accelerator = Accelerator(
@@ -154,7 +165,8 @@ def test_clipping_acts_once_per_update_on_whole_gradients(ranks: Any) -> None:
             assert other[0] == pytest.approx(norms, rel=0.02)
 
 
-def test_values_are_clipped_between_no_updates() -> None:
+def test_clip_value() -> None:
+    """Values are clipped between no updates."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = one_weight(accelerator)
     for expected in (5.0, 1.0):
@@ -164,7 +176,9 @@ def test_values_are_clipped_between_no_updates() -> None:
             assert gradient(accelerator, net) == expected
 
 
-def test_the_precision_is_what_it_says(ranks: Any) -> None:
+def test_precision_policy(ranks: Any) -> None:
+    """The precision is what it says."""
+
     def run() -> Any:
         seen = {}
         for precision in ("no", "bf16", "fp16"):
@@ -188,12 +202,15 @@ def test_the_precision_is_what_it_says(ranks: Any) -> None:
         assert texts["fp16", True].endswith("outputs cast to float32")
 
 
-def test_float16_weights_cannot_be_trained_with_a_scale() -> None:
+def test_float16_weights_refused() -> None:
+    """Float16 weights cannot be trained with a scale."""
     with pytest.raises(ConfigError, match="Load the model in float32"):
         Accelerator(cpu=True, mixed_precision="fp16").prepare(torch.nn.Linear(1, 1).half())
 
 
-def test_a_rank_that_leaves_the_loop_early_is_named(ranks: Any) -> None:
+def test_early_rank_is_named(ranks: Any) -> None:
+    """A rank that leaves the loop early is named."""
+
     def run() -> str:
         accelerator = Accelerator(cpu=True, hang_warning=5.0)
         net = one_weight(accelerator)
@@ -211,7 +228,9 @@ def test_a_rank_that_leaves_the_loop_early_is_named(ranks: Any) -> None:
         assert "gather" in text
 
 
-def test_different_models_are_named_before_they_are_wrapped(ranks: Any) -> None:
+def test_different_models_named(ranks: Any) -> None:
+    """Different models are named before they are wrapped."""
+
     def run() -> None:
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(torch.nn.Linear(2, 1 + accelerator.process_index))
@@ -221,8 +240,11 @@ def test_different_models_are_named_before_they_are_wrapped(ranks: Any) -> None:
         assert "weight" in str(outcome.error)
 
 
-def test_a_forward_with_buffers_on_one_rank_alone_is_named(ranks: Any) -> None:
-    """Evaluation on the main process of a model with batch norm, while the others wait for it."""
+def test_forward_on_one_rank_named(ranks: Any) -> None:
+    """A forward with buffers on one rank alone is named.
+
+    Evaluation on the main process of a model with batch norm, while the others wait for it.
+    """
 
     def run() -> None:
         accelerator = Accelerator(cpu=True)

@@ -31,14 +31,17 @@ def curve(updates: int, steps: int = 1, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_curve_does_not_depend_on_the_number_of_processes_or_batches(ranks: Any, world: int) -> None:
+def test_schedule_independent_of_world_size(ranks: Any, world: int) -> None:
+    """The curve does not depend on the number of processes or batches."""
     expected = [1 - step / 10 for step in range(6)]
     for plain, accumulated in ranks(world).run(lambda: (curve(6), curve(6, steps=3))):
         assert plain == pytest.approx(expected)
         assert accumulated == pytest.approx(expected)
 
 
-def test_the_rule_of_the_relative_is_an_option(ranks: Any) -> None:
+def test_rule_of_accelerate(ranks: Any) -> None:
+    """The rule of Accelerate is an option."""
+
     def run() -> Any:
         return curve(4, scheduler_steps_per_process=True), curve(4, scheduler_steps_per_process=True, split_batches=True)
 
@@ -48,11 +51,13 @@ def test_the_rule_of_the_relative_is_an_option(ranks: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch's own, and right: it is called before any update
-def test_a_scheduler_of_its_own_moves_at_every_call() -> None:
+def test_independent_scheduler() -> None:
+    """A scheduler of its own moves at every call."""
     assert curve(3, steps=2, step_scheduler_with_optimizer=False) == pytest.approx([0.9, 0.7, 0.5])
 
 
-def test_skipped_calls_are_counted_if_asked_for() -> None:
+def test_skipped_calls_counted() -> None:
+    """Skipped calls are counted if asked for."""
     for adjust, expected in ((True, 4), (False, 2)):
         accelerator = Accelerator(
             cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3, adjust_scheduler=adjust)
@@ -68,7 +73,9 @@ def test_skipped_calls_are_counted_if_asked_for() -> None:
         assert scheduler.scheduler._step_count == expected
 
 
-def test_an_overflow_skips_the_step_and_the_schedule(ranks: Any) -> None:
+def test_overflow_skips_schedule(ranks: Any) -> None:
+    """An overflow skips the step and the schedule."""
+
     def run() -> Any:
         accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
         net = torch.nn.Linear(1, 1)
@@ -92,7 +99,9 @@ def test_an_overflow_skips_the_step_and_the_schedule(ranks: Any) -> None:
             assert scale == 2.0
 
 
-def test_a_plateau_has_to_be_the_same_for_everyone(ranks: Any) -> None:
+def test_plateau_same_everywhere(ranks: Any) -> None:
+    """A plateau has to be the same for everyone."""
+
     def run(same: bool) -> float:
         accelerator = Accelerator(cpu=True)
         net = torch.nn.Linear(1, 1)
@@ -108,7 +117,8 @@ def test_a_plateau_has_to_be_the_same_for_everyone(ranks: Any) -> None:
         assert isinstance(outcome.error, DistributedOperationException) or "metric" in str(outcome.error)
 
 
-def test_schedulers_made_after_prepare_work_too() -> None:
+def test_scheduler_after_prepare() -> None:
+    """Schedulers made after prepare work too."""
     accelerator = Accelerator(cpu=True)
     net = torch.nn.Linear(1, 1)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))

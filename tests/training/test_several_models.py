@@ -92,8 +92,11 @@ def counted(accelerator: Accelerator, model: Any, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_weights_in_a_block_for_each_model(ranks: Any, world: int) -> None:
-    """A closing batch of one model does not reduce the open window of another."""
+def test_weights_per_model_block(ranks: Any, world: int) -> None:
+    """Weights in a block for each model.
+
+    A closing batch of one model does not reduce the open window of another.
+    """
 
     def run() -> Any:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -131,8 +134,11 @@ def test_weights_in_a_block_for_each_model(ranks: Any, world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("block", [True, False])
-def test_weights_of_two_models_in_one_block(ranks: Any, world: int, block: bool) -> None:
-    """Each model is divided by the weight of the losses that reach it."""
+def test_weights_of_two_models(ranks: Any, world: int, block: bool) -> None:
+    """Weights of two models in one block.
+
+    Each model is divided by the weight of the losses that reach it.
+    """
 
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True)
@@ -315,8 +321,11 @@ def test_two_optimizers_of_one_model() -> None:
         assert close(flat(nets[:1]), flat(nets[1:]))
 
 
-def test_no_sync_after_a_loss_of_another_model(ranks: Any) -> None:
-    """A loss that does not reach a model does not arm it: `no_sync` holds."""
+def test_no_sync_after_other_loss(ranks: Any) -> None:
+    """No sync after a loss of another model.
+
+    A loss that does not reach a model does not arm it: `no_sync` holds.
+    """
 
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True)
@@ -338,8 +347,11 @@ def test_no_sync_after_a_loss_of_another_model(ranks: Any) -> None:
     assert ranks(2).run(run) == [[1.0, 1.0, 1.5], [2.0, 2.0, 1.5]]
 
 
-def test_a_forward_without_backward_before_an_open_batch(ranks: Any) -> None:
-    """What a forward pass prepared for averaging does not average the next open window early."""
+def test_forward_without_backward(ranks: Any) -> None:
+    """A forward without backward before an open batch.
+
+    What a forward pass prepared for averaging does not average the next open window early.
+    """
 
     def run() -> Any:
         accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
@@ -379,8 +391,11 @@ def test_nothing_prepared_on_several_processes(ranks: Any) -> None:
     assert ranks(1).run(run) == ["nothing"]
 
 
-def test_a_loose_loss_leaves_other_windows_alone() -> None:
-    """A model trained without `accumulate` does not close the window of one that is."""
+def test_loss_outside_blocks() -> None:
+    """A loose loss leaves other windows alone.
+
+    A model trained without `accumulate` does not close the window of one that is.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     nets = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
     entry, two = accelerator.prepare(*nets)
@@ -414,8 +429,11 @@ def test_a_parameter_of_two_models(weighs: bool) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_mean_and_a_weight_in_one_block(ranks: Any, world: int) -> None:
-    """Each model has losses of its own kind."""
+def test_mean_and_weight_in_block(ranks: Any, world: int) -> None:
+    """A mean and a weight in one block.
+
+    Each model has losses of its own kind.
+    """
 
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -430,8 +448,11 @@ def test_a_mean_and_a_weight_in_one_block(ranks: Any, world: int) -> None:
     assert ranks(world).run(run) == [[2.0, 2.0]] * world
 
 
-def test_a_block_that_does_not_begin() -> None:
-    """Models at different places of their windows: an error, and the loop's state is as outside of a block."""
+def test_block_that_fails() -> None:
+    """A block that does not begin.
+
+    Models at different places of their windows: an error, and the loop's state is as outside of a block.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     entry, two, loader = accelerator.prepare(*(torch.nn.Linear(1, 1) for _ in range(2)), DataLoader(torch.ones(3, 1)))
     for _ in loader:

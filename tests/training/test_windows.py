@@ -95,7 +95,8 @@ def test_pieces_of_a_single_batch() -> None:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_a_short_batch_counts_by_its_samples(even: bool) -> None:
+def test_short_batch_counts_samples(even: bool) -> None:
+    """A short batch counts by its samples."""
     accelerator, net, optimizer, loader = prepared(
         rows(1, 1, 10), steps=2, batch_size=2, dataloader_config=DataLoaderConfiguration(even_batches=even)
     )
@@ -166,8 +167,11 @@ def test_two_loaders_side_by_side(ranks: Any, world: int) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 3, 7])
-def test_a_second_source_that_begins_anew(samples: int) -> None:
-    """It does not set the pace, however often it ends: from the second batch on, that is known."""
+def test_second_source_restarts(samples: int) -> None:
+    """A second source that begins anew.
+
+    It does not set the pace, however often it ends: from the second batch on, that is known.
+    """
     accelerator, net, optimizer, loader = prepared(rows(1, 2, 3, 4, 5, 6), steps=2)
     again = _cycle(accelerator.prepare(DataLoader(rows(*(1,) * samples))))
     found = []
@@ -183,8 +187,11 @@ def _cycle(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def test_a_loader_inside_of_a_batch() -> None:
-    """A loop inside of a batch of another loader ends its windows with its own end."""
+def test_loader_inside_batch() -> None:
+    """A loader inside of a batch.
+
+    A loop inside of a batch of another loader ends its windows with its own end.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net = torch.nn.Linear(1, 1, bias=False).double()
     net, optimizer, outer, inner = accelerator.prepare(
@@ -254,8 +261,11 @@ def test_read_ahead(ranks: Any, world: int, read: Callable[[Any], Iterator[torch
     assert ranks(world).run(lambda: run(read)) == expected
 
 
-def test_a_list_that_is_read_again() -> None:
-    """Batches that are kept in a list for several epochs: each round over it ends a window."""
+def test_list_read_again() -> None:
+    """A list that is read again.
+
+    Batches that are kept in a list for several epochs: each round over it ends a window.
+    """
     accelerator, net, optimizer, loader = prepared(rows(*range(1, 7)), steps=4)
     batches = list(loader)
     found = [train(accelerator, net, optimizer, x) for _ in range(3) for (x,) in batches]
