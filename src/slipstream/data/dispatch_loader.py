@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count, islice, tee
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from slipstream.data.epoch_state import LoadedPosition
-from slipstream.data.loader import HandedBatch, PreparedLoader
+from slipstream.data.loader import HandedBatch, PreparedLoader, attempt
 from slipstream.data.map_loader import MapLoader
 from slipstream.data.options import LoaderSettings
 from slipstream.data.order import announce_epoch, list_samplers
@@ -29,6 +30,7 @@ from slipstream.data.plan import (
     RoundRobinPlan,
     SampleOrder,
     SliceFunction,
+    count_pieces,
     count_samples,
     slice_for_ranks,
     slice_rows,
@@ -124,7 +126,7 @@ class DispatchLoader(PreparedLoader):
         previous: BatchShares | None = None
         step, end = 0, False
         while not end:
-            parts = None if source is None else _next_or_error(source)
+            parts = None if source is None else attempt(partial(next, source))
             name = f"batch {step} of pass {epoch}"  # and not whose: the others may have no dataset at all
             got = scatter(channel(), limits, parts, operation="next batch", condition=name)
             if got is None:  # there is nothing at all
@@ -136,7 +138,7 @@ class DispatchLoader(PreparedLoader):
             step += 1
 
     def _parts(self, epoch: int, start: int) -> Iterator[list[Any]]:
-        """On rank 0: what is dealt out, one part for each rank."""
+        """On rank 0, yield what is dealt out, one part for each rank."""
         ranks = self.data_rank.world_size
         nominal = self._nominal
         left = self._source.known_count(start)
@@ -162,21 +164,13 @@ class DispatchLoader(PreparedLoader):
         self._source = self._make_source()
 
 
-def _next_or_error(source: Iterator[list[Any]]) -> list[Any] | Exception:
-    """The next parts, or what went wrong: the other ranks have to hear of that."""
-    try:
-        return next(source)
-    except Exception as error:  # handed on: every rank raises
-        return error
-
-
 # -- what rank 0 reads ------------------------------------------------------------------------------------------------
 
 
 def _make_ready_batch_recipe(
     owner: DispatchLoader, cut: SliceFunction | None, policy: LastBatchPolicy, collate: Callable[[Any], Any]
 ) -> BatchRecipe:
-    """The recipe for items that are batches already."""
+    """Return the recipe for items that are batches already."""
     ranks = owner.data_rank.world_size
     everyone = tuple(range(ranks))
     if owner.config.split_batches:
@@ -227,11 +221,7 @@ class _StreamDispatchSource:
         length = len(self.dataset)  # type: ignore[arg-type]  # a dataset without a length says so itself
         if self.per_update:
             length -= length % (self.stride * self.per_update)
-        length = max(0, length - start)
-        plan: Any = self.recipe.plan
-        if isinstance(plan, BatchPlan):
-            return plan.count(length, 0, plan.phase(start))
-        return length if isinstance(plan, ItemSplitPlan) else int(plan.count(length))
+        return count_pieces(self.recipe.plan, length, start)
 
     def known_count(self, start: int) -> int | None:
         return None  # a stream may promise a length that it does not keep
@@ -285,9 +275,7 @@ class _MapDispatchSource:
     def count(self, start: int) -> int:
         if self.recipe is None:
             return self.reader._count(start)
-        length = max(0, len(self.reader._units) - start)
-        plan: Any = self.recipe.plan
-        return length if isinstance(plan, ItemSplitPlan) else int(plan.count(length))
+        return count_pieces(self.recipe.plan, len(self.reader._units), start)
 
     def known_count(self, start: int) -> int | None:
         return self.count(start) if hasattr(self.reader._units, "__len__") else None
@@ -308,21 +296,21 @@ class _MapDispatchSource:
         return self.recipe.messages(items, start, begun) if start else self.recipe.messages(items)
 
     def _together(self, walk: Iterator[Any], head: Sequence[Any] | None, epoch: int, start: int) -> Iterator[GlobalBatch]:
-        """What is known of a global batch travels beside its positions; torch reads one batch for each rank, or one to cut."""
+        """Yield the batches of all ranks; what is known of a global batch travels beside its positions."""
         plan, ranks, lists = self.reader._plan, self.ranks, self.original.collate_fn is not default_collate
-        told: deque[tuple[RankPiece, ...]] = deque()
+        ahead: deque[tuple[RankPiece, ...]] = deque()
 
         def positions() -> Iterator[Any]:
             plans = [plan.pieces(feed, rank, start, head=head) for rank, feed in enumerate(tee(walk, ranks))]
             for pieces in zip(*plans, strict=True):
-                told.append(pieces)
+                ahead.append(pieces)
                 own = [piece for piece, _, _ in pieces]
                 yield from own if self.cut is None else [list(chain.from_iterable(own))]
 
         first = start // self.stride * (ranks if self.cut is None else 1)
         batches = self._scoped(self.reader._read(positions(), epoch, first), epoch, first)
         while read := list(islice(batches, ranks if self.cut is None else 1)):
-            pieces = told.popleft()
+            pieces = ahead.popleft()
             sizes = [len(piece) for piece, _, _ in pieces]
             _, shares, end = pieces[0]
             cut = read if self.cut is None else slice_for_ranks(self.cut, read[0], sizes, range(ranks), ranks, samples=lists)
@@ -336,7 +324,7 @@ class _MapDispatchSource:
 
 
 def _read_with_batch_seeds(batches: Iterator[Any], seed: int, first: int) -> Iterator[Any]:
-    """Batches, each read inside random states that are a function of its number, unless the first one draws nothing."""
+    """Yield batches, each read inside random states that are a function of its number, unless the first one draws nothing."""
     for number in count(first):
         scope = RandomStateScope(derive_seed(seed, number))
         with scope:

@@ -94,7 +94,7 @@ class EpochState:
         """`GradientState.trained` when the position was loaded."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without passes and without `trained`: a copy has begun nothing and trained nothing."""
+        """Leave out passes and `trained`: a copy has begun nothing and trained nothing."""
         return {name: getattr(self, name) for name in ("seed", "next", "resume", "loaded", "waits", "continues")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,15 +212,15 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
     """Raise a `ConfigError` unless this is a position of such a loader; `name` is that of its dataset, `length` that of a whole pass."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"a {type(state).__name__} is no state of a prepared loader: pass what its state_dict() gave")
-    missing = [entry for entry in _NUMBER_KEYS if entry not in state]
+    missing = [key for key in _NUMBER_KEYS if key not in state]
     if missing:
         raise ConfigError(f"this is no state of a prepared loader: it has no {', '.join(missing)}; pass what its state_dict() gave")
-    for entry in (*_NUMBER_KEYS, *_FLAG_KEYS, "batch"):
-        value = state.get(entry, 0)
-        largest = 2**64 if entry == "seed" else _MAX_NUMBER
+    for key in (*_NUMBER_KEYS, *_FLAG_KEYS, "batch"):
+        value = state.get(key, 0)
+        largest = 2**64 if key == "seed" else _MAX_NUMBER
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < largest:
             raise ConfigError(
-                f"the state of a loader of {name} has {entry}={value!r}: it is a whole number from 0 (and below {largest}), so this state "
+                f"the state of a loader of {name} has {key}={value!r}: it is a whole number from 0 (and below {largest}), so this state "
                 "was changed or damaged; pass what its state_dict() gave"
             )
     saved = state.get("kind", kind)
@@ -257,7 +257,7 @@ def read_position(state: Mapping[str, Any], *, length: int | None, name: str) ->
             f"a loader of {name} had {before} samples (or batches) when its position was saved, and has {length} now: a shuffled order is "
             "another one, so in this epoch some samples may come twice and others never."
         )
-    extra = {entry: value for entry, value in state.items() if entry not in _KNOWN_KEYS}
+    extra = {key: value for key, value in state.items() if key not in _KNOWN_KEYS}
     left, ended, interrupted, untrained = (bool(state.get(flag, 0)) for flag in _FLAG_KEYS)
     return LoadedPosition(state["epoch"], state["batches"], state["samples"], left, ended, extra, interrupted, untrained)
 

@@ -134,7 +134,7 @@ def describe_loader(loader: PreparedLoader) -> dict[str, Any]:
 
 
 def _length_of(dataset: Any) -> int | None:
-    """How many samples there are, where the dataset says so."""
+    """Return how many samples there are, where the dataset says so."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -223,7 +223,7 @@ def open_agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Call
 
 
 def _warn_once(kind: str, text: str, line: str) -> None:
-    """One line on the main process, with the level and the user's line before it, as Python's own warnings have them."""
+    """Warn once on the main process, with the level and the user's line in front, as Python's own warnings have them."""
     runtime = current_or_none()
     if runtime is None or kind not in runtime.told:
         get_logger(__name__).warning(f"WARNING: {line}: {text}")
@@ -232,7 +232,7 @@ def _warn_once(kind: str, text: str, line: str) -> None:
 
 
 def _digest_beginning(order: SampleOrder | Iterator[Any], start: int, block: int) -> tuple[int, bytes, SampleOrder | Iterator[Any]]:
-    """How long an order is (-1 for not known), a digest of its first global batch, and the order."""
+    """Return how long an order is (-1 for not known), a digest of its first global batch, and the order."""
     if isinstance(order, Iterator):
         first = list(islice(order, block))
         return -1, _digest_values(first), chain(first, order)
@@ -269,7 +269,7 @@ def _collect_samples(dataset: Any, selected: list[Any], samples: list[Any]) -> N
 
 
 def _plain_sample(value: Any) -> Any:
-    """Data that is the same in two processes if it was made alike; of anything else, its kind."""
+    """Return data that is the same in two processes if it was made alike; of anything else, its type."""
     if type(value) in (torch.Tensor, numpy.ndarray) or isinstance(value, (*_PLAIN_TYPES, numpy.generic)):
         return value
     if type(value) is dict:

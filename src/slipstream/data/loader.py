@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
@@ -29,6 +29,7 @@ from slipstream.data.epoch_state import (
 )
 from slipstream.data.options import LoaderSettings
 from slipstream.data.order import list_samplers
+from slipstream.data.plan import LastBatchPolicy
 from slipstream.devices.table import CPU
 from slipstream.distributed.current import current
 from slipstream.distributed.gradient_state import BatchShares, GradientState, LoaderPass, MicroBatch
@@ -36,7 +37,7 @@ from slipstream.distributed.pytree import ignorant_find_batch_size, send_to_devi
 from slipstream.errors import ConfigError
 from slipstream.observability.timing.meter import DATA, LEAVE, PASS_BEGIN, PASS_END, SAMPLES_HANDED, STEP_END, TOKENS_COUNTED, Meter
 
-__all__ = ["HandedBatch", "PreparedLoader", "changes_by_epoch", "get_sampler", "keeps_workers", "time_batches"]
+__all__ = ["HandedBatch", "PreparedLoader", "attempt", "changes_by_epoch", "clone", "get_sampler", "keeps_workers", "time_batches"]
 
 
 def time_batches(batches: Iterator[Any], meter: Meter, loader: PreparedLoader, rank: int, size: int | None) -> Iterator[Any]:
@@ -45,7 +46,7 @@ def time_batches(batches: Iterator[Any], meter: Meter, loader: PreparedLoader, r
     `size` is how many samples a full batch has on this rank; None if only a batch can tell.
     """
     meter.begin()
-    add, clock, number, inside = meter.add, meter.clock, 0, True
+    add, clock, number, inside = meter.add, meter.clock, 0, True  # inline, so that a step does not enter the module of the meter
     measure: Callable[[Any], int] = _count_by_batch_size
     count: Callable[[Any], int] | None = None
     try:
@@ -107,6 +108,8 @@ def _count_by_batch_size(batch: Any) -> int:
 
 HandedBatch = tuple[Any, "BatchShares | None", bool, "int | None"]
 """A batch, how it was dealt out (None for evenly and in full), whether it is the last one, and how many follow (None for unknown)."""
+
+_Cloned = TypeVar("_Cloned")
 
 _ALIGNED_KINDS = ("samples", "stream")
 """Kinds of data whose batches begin at multiples of their size, wherever a pass begins."""
@@ -323,6 +326,11 @@ class PreparedLoader(DataLoader[Any]):
         if lost and loaded is not None and not self._is_over(loaded):
             warn_of_set_epoch(epoch, loaded)
 
+    @property
+    def policy(self) -> LastBatchPolicy:
+        """What happens to a short last batch: `even`, `exact` or `ragged` (see `plan.py`)."""
+        return "ragged" if self.uneven else "even" if self.config.even_batches else "exact"
+
     def set_uneven(self, uneven: bool) -> None:
         """Set `uneven`, from the next iteration on."""
         if uneven != self.uneven:
@@ -421,8 +429,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """Return a loader whose first pass begins after so many batches of the present epoch; both count the same epochs."""
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin = clone(self)
         twin._skip, twin._skip_start = (self._skip or 0) + num_batches, None
         return twin
 
@@ -462,6 +469,21 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__.update(state)
         self.gradient_state = GradientState(copy.copy(plugin))
         self._move = _make_mover(self.device, self.put_on_device, self.non_blocking)
+
+
+def clone(original: _Cloned, **changes: Any) -> _Cloned:
+    """Return a shallow copy of a loader or sampler with some attributes changed, past its `__init__` and `__setattr__`."""
+    twin = object.__new__(type(original))
+    twin.__dict__.update({**original.__dict__, **changes})
+    return twin
+
+
+def attempt(read: Callable[[], Any]) -> Any:
+    """Return what was read, or the exception: the other ranks have to be told of it before all raise."""
+    try:
+        return read()
+    except Exception as error:
+        return error
 
 
 def get_sampler(dataloader: Any) -> Any:

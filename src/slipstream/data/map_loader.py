@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice, repeat
 from typing import Any
 
@@ -21,16 +22,16 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from slipstream.data.epoch_state import LoadedPosition
 from slipstream.data.fingerprint import OpenedOrder, open_agreed_order
-from slipstream.data.loader import HandedBatch, PreparedLoader, keeps_workers
+from slipstream.data.loader import HandedBatch, PreparedLoader, attempt, clone, keeps_workers
 from slipstream.data.options import LoaderSettings
 from slipstream.data.order import announce_epoch, known_length, list_samplers, torch_sampler_kind
 from slipstream.data.plan import (
     BatchPlan,
     BatchSplitPlan,
-    LastBatchPolicy,
     RankPiece,
     RoundRobinPlan,
     SampleOrder,
+    count_pieces,
     count_samples,
     trim_order_to_updates,
 )
@@ -44,6 +45,7 @@ from slipstream.logging import get_logger
 __all__ = ["DataLoaderCopy", "MapLoader", "RankBatchSampler", "samples_per_batch"]
 
 
+# torch internals: whether a profiler runs (torch 2.13). There is no public way to ask. tests/data/test_loader_profile.py notices a change.
 _is_profiled = torch._C._autograd._profiler_enabled
 
 _EXHAUSTED = object()
@@ -91,7 +93,9 @@ class RankBatchSampler:
 
 
 def _iterate_unprofiled(iterator: Any) -> Iterator[Any]:
-    """The batches of torch's iterator; it marks each for a profiler, which takes a tenth of a small batch's time: only if there is one."""
+    """Yield the batches of torch's iterator without its profiler mark, a tenth of a small batch's time, unless a profiler runs."""
+    # torch internals: `_next_data` is `next(iterator)` without the mark for a profiler (torch 2.13). tests/data/test_loader_profile.py and
+    # tests/data/test_map_loader.py notice a change; it can go when torch marks batches only for a profiler that runs.
     read = iterator._next_data
     while True:
         try:
@@ -141,7 +145,7 @@ class DataLoaderCopy:
         return _iterate_unprofiled(iterator) if type(iterator) is _SingleProcessDataLoaderIter else iterator
 
     def _begun_late(self, iterator: Iterator[Any], kind: type) -> Iterator[Any]:
-        """For a subclass whose iteration begins with its first batch."""
+        """Yield the batches of a subclass whose iteration begins with its first batch."""
         first = next(iterator, _EXHAUSTED)
         self.feed.pending = None
         if first is _EXHAUSTED:
@@ -167,7 +171,7 @@ def _copy_loader(original: DataLoader[Any], feed: RankBatchSampler, **changes: A
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int | None:
-    """The batch size, where batches are consecutive samples of the sampler's order; None where the user decides about batches.
+    """Return the batch size, where batches are consecutive samples of the sampler's order; None where the user decides about batches.
 
     >>> samples_per_batch(DataLoader(range(4), batch_size=2)), samples_per_batch(DataLoader(range(4), batch_size=None))
     (2, None)
@@ -183,7 +187,6 @@ class MapLoader(PreparedLoader):
 
     def __init__(self, original: DataLoader[Any], settings: LoaderSettings) -> None:
         super().__init__(original, settings)
-        self._policy: LastBatchPolicy | None = None
         self._engine: DataLoaderCopy | None = None
         self._nominal = 0
         """Samples in the first batch that is ready-made (`batch_size=None`), which is taken for a full one; 0 as long as none was read."""
@@ -223,16 +226,6 @@ class MapLoader(PreparedLoader):
 
     # -- settings -------------------------------------------------------------------------------------------------
 
-    @property
-    def policy(self) -> LastBatchPolicy:
-        """What happens to a short last batch: `even`, `exact` or `ragged` (see `plan.py`)."""
-        return self._policy or ("ragged" if self.uneven else "even" if self.config.even_batches else "exact")
-
-    @policy.setter
-    def policy(self, policy: LastBatchPolicy) -> None:
-        self._policy = policy
-        self._replan()
-
     def _replan(self) -> None:
         self._plan = self._make_plan()
 
@@ -247,10 +240,8 @@ class MapLoader(PreparedLoader):
         return self._given[0] if isinstance(self._plan, BatchPlan) and self.original.batch_sampler is not None else None
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replaces the sampler, from the next iteration on."""
-        original = object.__new__(type(self.original))
-        original.__dict__.update(self.original.__dict__)
-        original.__dict__["sampler"] = sampler
+        """Replace the sampler, from the next iteration on."""
+        original = clone(self.original, sampler=sampler)
         batch_sampler: Any = original.batch_sampler
         if batch_sampler is not None:
             if not hasattr(batch_sampler, "sampler"):
@@ -258,9 +249,7 @@ class MapLoader(PreparedLoader):
                     f"set_sampler on a loader whose batches come from a {type(batch_sampler).__name__}: it has no sampler to replace. "
                     "Prepare a DataLoader with another batch sampler."
                 )
-            replaced = object.__new__(type(batch_sampler))
-            replaced.__dict__.update({**batch_sampler.__dict__, "sampler": sampler})
-            original.__dict__["batch_sampler"] = replaced
+            original.__dict__["batch_sampler"] = clone(batch_sampler, sampler=sampler)
         self.original, self._engine = original, None
         self._plan, self._ordering = self._make_plan(), self._make_ordering()
 
@@ -300,10 +289,7 @@ class MapLoader(PreparedLoader):
         length = len(self._units)
         if self._per_update:
             length -= length % self._per_update
-        left, plan = max(0, length - start), self._plan
-        if isinstance(plan, BatchPlan):
-            return plan.count(left, self.data_rank.rank, plan.phase(start))
-        return plan.count(left, self.data_rank.rank)
+        return count_pieces(self._plan, length, start, self.data_rank.rank)
 
     @property
     def _per_update(self) -> int:
@@ -380,7 +366,7 @@ class MapLoader(PreparedLoader):
         return self._drawn(plan.pieces(iter(order.take(0, len(order))), self.data_rank.rank, start), epoch, start)
 
     def _known(self, plan: BatchPlan, order: SampleOrder, epoch: int, start: int) -> Iterator[HandedBatch]:
-        """Everything is known beforehand: counting down is all there is to do."""
+        """Yield the batches of an order that is known beforehand, counting down."""
         rank, total, phase = self.data_rank.rank, max(0, len(order) - start), plan.phase(start)
         full = last = plan.full
         left = plan.count(total, rank, phase)
@@ -408,29 +394,25 @@ class MapLoader(PreparedLoader):
         return self.original.batch_sampler is None and self.policy != "ragged"
 
     def _measured(self, handed: Iterator[HandedBatch], epoch: int) -> Iterator[HandedBatch]:
-        """Batches that are ready-made: how many samples each rank has is known once they are read."""
+        """Yield ready-made batches; how many samples each rank has is exchanged once they are read."""
         data_rank, previous, step = self.data_rank, None, 0
         if data_rank.world_size > 1 and not data_rank.compares:  # it was given by hand: there may be nobody to ask
             yield from handed
             return
         channel = None if data_rank.world_size == 1 else data_rank.channel()
         while True:
-            entry: Any = None
-            try:
-                entry = next(handed, None)
-                own: Any = 0 if entry is None else count_samples(entry[0])
-            except Exception as error:  # handed on: every rank raises
-                own = error
             if channel is None:
-                if isinstance(own, Exception):
-                    raise own
-                given = (own,)
+                next_batch = next(handed, None)
+                given: tuple[int, ...] = (0 if next_batch is None else count_samples(next_batch[0]),)
             else:
+                next_batch = own = attempt(partial(next, handed, None))
+                if not isinstance(own, Exception):
+                    own = 0 if next_batch is None else attempt(partial(count_samples, next_batch[0]))
                 name = f"batch {step} of pass {epoch} over {self._name}"
                 given = tuple(agree_or_raise(channel, data_rank.limits, own, operation="next batch", condition=name))
-            if entry is None:
+            if next_batch is None:
                 return
-            batch, dealt, end, left = entry
+            batch, dealt, end, left = next_batch
             self._nominal = self._nominal or given[0]
             counted = [1] * len(given) if dealt is None else dealt.real
             real = tuple(size if counts else 0 for size, counts in zip(given, counted, strict=True))
@@ -441,25 +423,25 @@ class MapLoader(PreparedLoader):
             step += 1
 
     def _drawn(self, pieces: Iterator[RankPiece], epoch: int, start: int) -> Iterator[HandedBatch]:
-        """The order is drawn while it is read; what is known of a batch travels beside it."""
-        told: deque[tuple[BatchShares | None, bool]] = deque()
+        """Yield the batches of an order that is drawn while it is read; what is known of a batch travels beside it."""
+        ahead: deque[tuple[BatchShares | None, bool]] = deque()
 
         def positions() -> Iterator[Any]:
             for piece, shares, end in pieces:
-                if not told:
+                if not ahead:
                     self._learn(piece, shares)
-                told.append((shares, end))
+                ahead.append((shares, end))
                 yield piece
 
         expected = self._count(start) if hasattr(self._units, "__len__") else None
         for batch in self._read(positions(), epoch, start // self._stride):
-            shares, end = told.popleft()
+            shares, end = ahead.popleft()
             if expected is not None:
                 expected = max(1, expected - 1)  # more come, whatever the sampler said of its length
             yield batch, shares, end, 0 if end else expected
 
     def _learn(self, piece: Any, shares: BatchShares | None) -> None:
-        """A batch sampler that does not say how large its batches are: the first one is taken for a full one."""
+        """Take the first batch of a batch sampler that does not say how large its batches are for a full one."""
         plan, ranks = self._plan, self.data_rank.world_size
         if not isinstance(plan, BatchPlan) and plan.nominal is None:
             full = ranks * len(piece) if shares is None else shares.full
@@ -468,7 +450,7 @@ class MapLoader(PreparedLoader):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _read(self, positions: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
-        """The batches at these positions, read by torch; `first` is the number of the first one in its epoch."""
+        """Yield the batches at these positions, read by torch; `first` is the number of the first one in its epoch."""
         if self.original.batch_sampler is None:
             positions = (piece[0] for piece in positions)
         if self._engine is None:
@@ -476,7 +458,7 @@ class MapLoader(PreparedLoader):
         return self._engine.read(positions, derive_seed(self.seed, epoch, "workers", self.data_rank.rank), first)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """See `PreparedLoader.skipping`. Workers that stay are started again for it: those of this loader may outlive it, or end before."""
+        """As `PreparedLoader.skipping`, with workers of its own: persistent ones of this loader may end earlier or later."""
         twin = super().skipping(num_batches)
         twin.__dict__["_engine"] = None
         return twin

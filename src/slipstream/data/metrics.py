@@ -41,7 +41,7 @@ _ShareRun = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def find_result_order(state: GradientState) -> ResultOrder | None:
-    """How results that are gathered now are put in order; None where no loader has a say in it.
+    """Return how results that are gathered now are put in order; None where no loader decides it.
 
     Notes on the passes under way that results of theirs were gathered.
     """
@@ -63,7 +63,7 @@ def _current_pass(loader: Any) -> LoaderPass | None:
 
 
 def _count_handed_samples(state: GradientState) -> list[list[int]]:
-    """How many samples each rank was handed, in the pass that ended last and in the present batch, as far as results can be of these."""
+    """Return how many samples each rank was handed, in the pass that ended last and in the present batch, where results can be of these."""
     whole, loader = state.metrics.finished, state.pacing() if state.active is not None else None
     loader_pass = whole.last_pass if isinstance(whole, PreparedLoader) else None
     counts = []
@@ -151,7 +151,7 @@ class _ResultOrder:
         return counting if counting and len(counting) < len(self.counting) else None
 
     def order(self, counts: Sequence[int], usual: Sequence[int] | None = None) -> list[int] | None:
-        """Positions in what the ranks brought: all that counts, a sample after the other; k rows per sample where each brought k times.
+        """Return positions in what the ranks brought: all that counts, sample by sample; k rows per sample where each brought k times.
 
         `usual`: what the ranks brought of a full batch, if that is known. One value per rank, and anything else that is not of samples,
         is left alone.
@@ -174,13 +174,13 @@ class _ResultOrder:
         return order
 
     def reads_otherwise(self, counts: Sequence[int], usual: Sequence[int] | None = None) -> bool:
-        """Whether the second reading is meant: the first one does not fit, or both do and as many rows were brought of full batches."""
+        """Return whether the second reading is meant: the first does not fit, or both do and full batches brought as many rows."""
         if self.other is None or self.other.rows_per_sample(counts) is None:
             return False
         return self.rows_per_sample(counts) is None if usual is None else list(usual) == list(counts)
 
     def rows_per_sample(self, counts: Sequence[int]) -> int | None:
-        """How many times the given samples each rank brought, if that is the same number for all."""
+        """Return how many times the given samples each rank brought, if that is the same number for all."""
         given = self.given
         if len(counts) != len(given) or not sum(given) or (set(counts) == {1} and set(given) != {1}):
             return None
@@ -212,8 +212,11 @@ class _CurrentResultOrder:
 
     @property
     def total(self) -> int:
-        """Both totals in one number: the ranks have to agree on both."""
-        whole, batch = (0 if entry is None else entry.total for entry in (self.whole, self.batch))
+        """Both totals in one number, as the header of a gather has room for one: the ranks have to agree on both.
+
+        A batch of 2**24 samples or more would mix them; then ranks that disagree could go unnoticed.
+        """
+        whole, batch = (0 if order is None else order.total for order in (self.whole, self.batch))
         return (whole << 24) + batch
 
     @property
@@ -236,9 +239,9 @@ class _CurrentResultOrder:
         usual = None if self.loader_pass is None else self.loader_pass.rows.get((self.site, self.leaf))
         order = batch.order(counts, usual)
         if order is None:
-            self._tell_unmatched(counts, batch)
+            self._warn_of_unmatched(counts, batch)
         elif batch.reads_otherwise(counts, usual):
-            self._tell("constant", lambda: _CONSTANT.format(given=batch.given, counts=list(counts), real=batch.counting), quietly=True)
+            self._log_once("constant", lambda: _CONSTANT.format(given=batch.given, counts=list(counts), real=batch.counting), quietly=True)
         return None if order == list(range(sum(counts))) else order
 
     def _of_pass(self, counts: Sequence[int]) -> list[int] | None:
@@ -247,20 +250,20 @@ class _CurrentResultOrder:
         order = whole.order(counts)
         if order is None:
             if batch is None and whole.fillers and set(counts) != {1} and not self.is_past and self._is_multiple(whole, counts):
-                self._tell_unmatched(counts, whole)
+                self._warn_of_unmatched(counts, whole)
             return None
         kept, brought = len(order), sum(counts)
         name = type(self.finished.original.dataset).__name__
         if self.is_past:
             if batch is None and order != list(range(brought)):
-                self._tell("past", lambda: _PAST.format(brought=brought, name=name), quietly=True)
+                self._log_once("past", lambda: _PAST.format(brought=brought, name=name), quietly=True)
             return None
         if batch is not None and whole.batches == 1 and list(counts) == batch.given:
             if order != batch.order(counts):
-                self._tell("either", lambda: _EITHER.format(fillers=whole.fillers))
+                self._log_once("either", lambda: _EITHER.format(fillers=whole.fillers))
             return None
         if order != list(range(brought)):
-            self._tell("whole", lambda: _WHOLE.format(brought=brought, name=name, left=brought - kept), quietly=kept == brought)
+            self._log_once("whole", lambda: _WHOLE.format(brought=brought, name=name, left=brought - kept), quietly=kept == brought)
         return order
 
     @staticmethod
@@ -271,11 +274,11 @@ class _CurrentResultOrder:
         if self.loader_pass is not None and len(self.loader_pass.rows) < _MAX_NOTED_ROWS:
             self.loader_pass.rows[self.site, self.leaf] = tuple(counts)
 
-    def _tell_unmatched(self, counts: Sequence[int], of: _ResultOrder) -> None:
+    def _warn_of_unmatched(self, counts: Sequence[int], of: _ResultOrder) -> None:
         if of.fillers and set(counts) != {1}:
-            self._tell("unmatched", lambda: _UNMATCHED.format(counts=list(counts), given=of.given, fillers=of.fillers))
+            self._log_once("unmatched", lambda: _UNMATCHED.format(counts=list(counts), given=of.given, fillers=of.fillers))
 
-    def _tell(self, what: str, text: Callable[[], str], *, quietly: bool = False) -> None:
+    def _log_once(self, what: str, text: Callable[[], str], *, quietly: bool = False) -> None:
         if what not in self.state.metrics.warned:
             self.state.metrics.warned.add(what)
             logger = get_logger(__name__)
@@ -323,7 +326,7 @@ def _mark_sample_lists(data: Any, handed: list[list[int]], known: set[tuple[str,
     """
     found: _SampleLists = {}
     _find_sample_lists(data, (), found, [counts[channel.rank] for counts in handed])
-    ranks = [dict(entry) for entry in agree_or_raise(channel, limits, list(found.items()), operation="gather_for_metrics")]
+    ranks = [dict(lists) for lists in agree_or_raise(channel, limits, list(found.items()), operation="gather_for_metrics")]
     site = call_site()
     listed: set[_TreePath] = set()
     for path in sorted(found, key=len):
@@ -358,14 +361,14 @@ def _looks_like_batches(entries: list[Any]) -> bool:
     return all(count == len(entries) for count in rows) if rows else len(entries) == 1
 
 
-def _is_per_sample(path: _TreePath, told: list[_SampleLists], handed: list[list[int]], before: bool) -> bool:
-    fitting = [place for place in range(len(handed)) if all(place in entry[path][0] for entry in told)]
-    certain = before or not all(entry[path][1] for entry in told)
+def _is_per_sample(path: _TreePath, ranks: list[_SampleLists], handed: list[list[int]], before: bool) -> bool:
+    fitting = [place for place in range(len(handed)) if all(place in rank[path][0] for rank in ranks)]
+    certain = before or not all(rank[path][1] for rank in ranks)
     return any(certain or len(set(handed[place])) > 1 for place in fitting)
 
 
 def _mark_entries(data: Any, path: _TreePath, listed: set[_TreePath]) -> Any:
-    """The data with these lists as lists of entries."""
+    """Return the data with these lists as lists of entries."""
     if path in listed:
         return Entries(data)
     if not pytree.is_node(data) or not any(path == place[: len(path)] for place in listed):

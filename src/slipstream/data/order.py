@@ -54,19 +54,19 @@ def draw_order(
     generator_seed = derive_seed(seed, epoch, "order")
     kind = torch_sampler_kind(sampler)
     if kind == "SequentialSampler":
-        return _ListOrder(range(len(sampler)))
+        return SampleOrder(range(len(sampler)))
     if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
         return _record_list(list(sampler), record)
     if kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         count = len(sampler.data_source)
-        return _ListOrder(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
-    holders = [entry for entry in list_samplers(sampler) if _has_generator(entry)]
+        return SampleOrder(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
+    holders = [holder for holder in list_samplers(sampler) if _has_generator(holder)]
     if known_length(sampler) is None:
         return _begin_order(sampler, _GeneratorScope(holders, generator_seed, process_too=True), block, record, begun, stop)
     if len(sampler) > _MAX_LISTED and kind == "RandomSampler":
         return _begin_order(sampler, _GeneratorScope(holders, generator_seed), block)
     with _GeneratorScope(holders, generator_seed):
-        return _ListOrder(list(sampler))
+        return SampleOrder(list(sampler))
 
 
 def known_length(sampler: Any) -> int | None:
@@ -122,23 +122,6 @@ def refuse_distributed_sampler(loader: Any) -> None:
             )
 
 
-# An order that is laid out ----------------------------------------------------------------------------------------------
-
-
-class _ListOrder:
-    """An order as a sequence, or as an array with eight bytes per sample: Python numbers are made when a batch is cut."""
-
-    def __init__(self, values: Any) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def take(self, start: int, stop: int) -> list[Any]:
-        taken = self.values[start:stop]
-        return taken.tolist() if isinstance(taken, numpy.ndarray) else list(taken)
-
-
 # An order that is drawn -------------------------------------------------------------------------------------------------
 
 
@@ -152,14 +135,14 @@ def _begin_order(
     return _draw_blocks(iterator, scope, _block_sizes(block, begun, stop), record)
 
 
-def _record_list(values: Sequence[Any], record: _OrderRecorder | None) -> _ListOrder:
+def _record_list(values: Sequence[Any], record: _OrderRecorder | None) -> SampleOrder:
     if record is not None:
         record.lay_out(values)
-    return _ListOrder(values)
+    return SampleOrder(values)
 
 
 def _block_sizes(block: int, begun: int, stop: int) -> Iterator[int]:
-    """How many items are drawn at a time: those of a block, and no more than up to a place where drawing stopped before."""
+    """Yield how many items are drawn at a time: those of a block, and no more than up to a position where drawing stopped before."""
     position = begun
     while True:
         size = block - position % block
@@ -181,7 +164,7 @@ def _draw_blocks(iterator: Iterator[Any], scope: _GeneratorScope, sizes: Iterato
 
 
 def _copy_item(item: Any) -> Any:
-    """A batch of positions as it is now: a batch sampler may fill the same list or array again, and orders are drawn ahead of reading."""
+    """Copy a batch of positions: a batch sampler may fill the same list or array again, and orders are drawn ahead of reading."""
     return copy.copy(item) if isinstance(item, (list, numpy.ndarray)) else item.clone() if isinstance(item, torch.Tensor) else item
 
 
@@ -216,7 +199,7 @@ def _torch_generator(seed: int, device: Any = None) -> torch.Generator:
 
 
 def _generator_like(theirs: Any, seed: int) -> Any:
-    """A generator of the kind that a sampler has."""
+    """Return a generator of the kind that a sampler has."""
     if isinstance(theirs, numpy.random.Generator):
         return numpy.random.default_rng(seed)
     if isinstance(theirs, random.Random):

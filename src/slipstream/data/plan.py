@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, chain, cycle, islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -35,7 +35,7 @@ from slipstream.logging import get_logger
 
 __all__ = [
     "BatchPlan", "BatchSplitPlan", "ItemSplitPlan", "LastBatchPolicy", "RankPiece", "RoundRobinPlan", "SampleOrder", "SliceFunction",
-    "count_samples", "keep_full_groups", "slice_for_ranks", "slice_rows", "split_effective_batch", "trim_order_to_updates",
+    "count_pieces", "count_samples", "keep_full_groups", "slice_for_ranks", "slice_rows", "split_effective_batch", "trim_order_to_updates",
 ]
 
 
@@ -46,13 +46,20 @@ RankPiece = tuple[Any, "BatchShares | None", bool]
 """What a rank reads of one global batch (samples, or a whole batch), how the batch was shared, and whether it is the last one."""
 
 
-class SampleOrder(Protocol):
-    """An order of samples of known length."""
+class SampleOrder:
+    """An order of samples of known length: the first `length` of a sequence, or of an array with eight bytes per sample."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, values: Any, length: int | None = None) -> None:
+        self.values = values
+        self.length = len(values) if length is None else length
+
+    def __len__(self) -> int:
+        return self.length
 
     def take(self, start: int, stop: int) -> list[Any]:
-        """The samples at these positions, as far as there are any."""
+        """Return the samples at these positions, as far as there are any; Python numbers are made here."""
+        taken = self.values[start : min(stop, self.length)]
+        return taken.tolist() if isinstance(taken, numpy.ndarray) else list(taken)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class BatchPlan:
         return None if self.size % self.world_size == 0 else self._share_out(self.size)
 
     def short(self, left: int) -> BatchShares:
-        """How a last batch of `left` samples is shared, fewer than a full one."""
+        """Return how a last batch of `left` samples is shared, fewer than a full one."""
         if self.policy == "ragged":
             return self._share_out(left)
         real, before = [], 0
@@ -109,11 +116,11 @@ class BatchPlan:
         return BatchShares(given, tuple(real), self.policy == "exact", self.size)
 
     def phase(self, start: int) -> int:
-        """How many samples of the global batch around a position come before it."""
+        """Return how many samples of the global batch around a position come before it."""
         return start % self.size if self.aligned else 0
 
     def begun(self, phase: int) -> BatchShares | None:
-        """How a batch is shared of which so many samples were read before; None for a full one that is shared evenly."""
+        """Return how a batch is shared of which so many samples were read before; None for a full one that is shared evenly."""
         return self._share_out(self.size - phase) if phase else self.full
 
     def _share_out(self, samples: int) -> BatchShares:
@@ -122,7 +129,7 @@ class BatchPlan:
         return BatchShares(given, real, True, self.size)
 
     def count(self, samples: int, rank: int = 0, phase: int = 0) -> int:
-        """How many batches a rank reads of so many samples after `phase` ones of the first batch; the same on every rank, unless ragged."""
+        """Return how many batches a rank reads of so many samples after `phase` ones of the first batch; on every rank, unless ragged."""
         if phase and samples >= self.size - phase:
             first = self._share_out(self.size - phase)
             return (first.given[rank] > 0) + self.count(samples - self.size + phase, rank)
@@ -138,7 +145,7 @@ class BatchPlan:
         return whole + has_short
 
     def remainder(self, samples: int, phase: int = 0) -> int:
-        """Samples in the last batch if it is read though it is not full, else 0."""
+        """Return the samples in the last batch if it is read though it is not full, else 0."""
         if phase and samples >= self.size - phase:
             samples -= self.size - phase
         return 0 if self.drop_last else samples % self.size
@@ -146,7 +153,7 @@ class BatchPlan:
     # -- an order of known length: positions alone -----------------------------------------------------------------
 
     def known(self, order: SampleOrder, rank: int, start: int = 0) -> Iterator[list[Any]]:
-        """The pieces of a rank, from a position of the order on; nothing before it is looked at."""
+        """Yield the pieces of a rank, from a position of the order on; nothing before it is looked at."""
         size = self.size
         first = sum(self.given[:rank])
         last = first + self.given[rank]
@@ -171,7 +178,7 @@ class BatchPlan:
     # -- an order that is drawn while it is read --------------------------------------------------------------------
 
     def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
+        """Yield the pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
 
         With a `head` (the beginning of the order; empty where it does not matter), the order stands at `start` already.
         """
@@ -204,7 +211,7 @@ class BatchPlan:
         return self.short(len(following)).given[rank] == 0
 
     def _piece(self, samples: Sequence[Any], shares: BatchShares | None, rank: int, head: Callable[[], Sequence[Any]]) -> list[Any]:
-        """What one rank reads of a global batch: its share; what completes the batch, or keeps a rank busy, is taken from the head."""
+        """Return what a rank reads of a global batch: its share; what completes the batch, or keeps a rank busy, is taken from the head."""
         given = self.given if shares is None else shares.given
         if shares is not None and shares.weighed:
             first = sum(shares.real[:rank])
@@ -236,12 +243,12 @@ class RoundRobinPlan:
     """The size of a batch; 1 where a batch is one position of the dataset."""
 
     def count(self, batches: int, rank: int = 0) -> int:
-        """How many batches a rank reads of so many."""
+        """Return how many batches a rank reads of so many."""
         whole, left = divmod(batches, self.world_size)
         return whole + (left > rank if self.policy == "ragged" else left > 0)
 
     def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """The batches of a rank; one round (of batches of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
+        """Yield the batches of a rank; one round (of batches of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
         ranks = self.world_size
         if head is None:
             head = list(islice(batches, ranks))
@@ -286,11 +293,11 @@ class BatchSplitPlan:
     policy: LastBatchPolicy = "exact"
 
     def count(self, batches: int, rank: int = 0) -> int:
-        """How many pieces a rank reads of so many batches."""
+        """Return how many pieces a rank reads of so many batches."""
         return batches
 
     def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """The pieces of a rank; one batch (of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
+        """Yield the pieces of a rank; one batch (of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
         following = batches
         if head is None:
             head = list(islice(batches, 1))
@@ -313,18 +320,24 @@ class BatchSplitPlan:
             batch = after
 
 
+def count_pieces(plan: BatchPlan | RoundRobinPlan | BatchSplitPlan | ItemSplitPlan, length: int, start: int, rank: int = 0) -> int:
+    """Return how many pieces a rank reads of an order of known length, from a position on."""
+    left = max(0, length - start)
+    return plan.count(left, rank, plan.phase(start)) if isinstance(plan, BatchPlan) else plan.count(left, rank)
+
+
 def _nearest_multiples(number: int, of: int) -> str:
     below = number - number % of
     return f"{below} or {below + of}" if below else f"{of}"
 
 
 def _skip_to(head: Sequence[Any], rest: Iterator[Any], start: int) -> Iterator[Any]:
-    """What follows a position of an order whose head was drawn already."""
+    """Yield what follows a position of an order whose head was drawn already."""
     return islice(chain(head, rest), start, None)
 
 
 def split_effective_batch(effective: int, batch_size: int | None, world_size: int, *, split: bool = False) -> tuple[int, int]:
-    """(samples per device and batch, batches per update), whose product over all processes is the effective batch size.
+    """Return (samples per device and batch, batches per update), whose product over all processes is the effective batch size.
 
     `batch_size` is the most that fits a device; the largest size up to it that comes out even is taken. If that is less than half of
     what would fit, one line says so and names a number that comes out better. `split`: it is the size for all processes together.
@@ -360,14 +373,14 @@ def split_effective_batch(effective: int, batch_size: int | None, world_size: in
 
 
 def trim_order_to_updates(order: SampleOrder | Iterator[Any], samples: int, begun: int = 0) -> SampleOrder | Iterator[Any]:
-    """An order without what is left over after the last full update of so many samples, of which `begun` came before an iterator.
+    """Return an order without what is left over after the last full update of so many samples; `begun` of them came before an iterator.
 
     >>> list(trim_order_to_updates(iter(range(8)), 3))
     [0, 1, 2, 3, 4, 5]
     """
     if isinstance(order, Iterator):
         return keep_full_groups(order, samples, begun)
-    return _OrderPrefix(order, len(order) - len(order) % samples)
+    return SampleOrder(order.values, len(order) - len(order) % samples)
 
 
 def keep_full_groups(items: Iterator[Any], size: int, begun: int = 0) -> Iterator[Any]:
@@ -379,20 +392,6 @@ def keep_full_groups(items: Iterator[Any], size: int, begun: int = 0) -> Iterato
             yield from group
             group.clear()
             begun = 0
-
-
-class _OrderPrefix:
-    """The first positions of an order."""
-
-    def __init__(self, order: SampleOrder, length: int) -> None:
-        self.order = order
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def take(self, start: int, stop: int) -> list[Any]:
-        return self.order.take(start, min(stop, self.length))
 
 
 SliceFunction = Callable[..., Any]
@@ -418,8 +417,12 @@ class ItemSplitPlan:
     cut: SliceFunction | None = None
     """None for `slice_rows`."""
 
+    def count(self, items: int, rank: int = 0) -> int:
+        """Return how many pieces a rank reads of so many items."""
+        return items
+
     def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """The pieces of a rank; one batch is read ahead. With a `head` (the beginning), the batches stand at `start` already."""
+        """Yield the pieces of a rank; one batch is read ahead. With a `head` (the beginning), the batches stand at `start` already."""
         items = order
         if head is None:
             head = list(islice(order, 1))
@@ -439,7 +442,7 @@ class ItemSplitPlan:
 
 
 def count_samples(batch: Any) -> int:
-    """How many samples a ready-made batch holds: the first dimension of its first tensor, array or list; 1 where it has none.
+    """Return how many samples a ready-made batch holds: the first dimension of its first tensor, array or list; 1 where it has none.
 
     >>> count_samples({"x": torch.ones(4, 2)}), count_samples([{"text": "a", "x": torch.ones(4)}]), count_samples("a")
     (4, 1, 1)
@@ -456,7 +459,7 @@ def count_samples(batch: Any) -> int:
 def slice_for_ranks(
     cut: SliceFunction, whole: Any, sizes: Sequence[int], ranks: Sequence[int], world_size: int, *, samples: bool = True
 ) -> list[Any]:
-    """A batch of some ranks, cut into theirs; with `samples`, it was made of as many as `sizes` say and may hold lists of them.
+    """Cut a batch of some ranks into theirs; with `samples`, it was made of as many as `sizes` say and may hold lists of them.
 
     >>> slice_for_ranks(slice_rows, [torch.ones(3), torch.zeros(3)], [1, 1], [0, 1], 2)
     [[tensor([1., 1., 1.])], [tensor([0., 0., 0.])]]
@@ -473,7 +476,7 @@ def slice_for_ranks(
 def slice_rows(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None, *, rows: int | None = None
 ) -> Any:
-    """Some samples of a batch: tensors, arrays and lists sliced along their first dimension; what belongs to the whole batch stays.
+    """Return some samples of a batch: tensors, arrays and lists sliced along their first dimension; what belongs to the whole batch stays.
 
     `rows` is how many samples it holds; None takes that from the batch. A list of as many tensors is one of samples, unless the tensors
     themselves have as many rows; where both could be meant, it is refused.
@@ -496,7 +499,7 @@ def slice_rows(
 
 
 def _holds_samples(node: Any, rows: int, *, certain: bool) -> bool:
-    """Whether a list is one of samples, rather than the parts of a batch, which all have as many rows."""
+    """Return whether a list is one of samples, rather than the parts of a batch, which all have as many rows."""
     if not isinstance(node, (list, tuple)) or pytree.is_namedtuple(node) or len(node) != rows:
         return False
     if not all(_has_rows(part, rows) for part in node):
@@ -511,18 +514,18 @@ def _holds_samples(node: Any, rows: int, *, certain: bool) -> bool:
 
 
 def _leaf_types(part: Any) -> tuple[Any, ...]:
-    """What samples have in common."""
+    """Return what samples have in common."""
     return tuple(
         (leaf.dtype, leaf.ndim) if isinstance(leaf, (torch.Tensor, numpy.ndarray)) else type(leaf) for leaf in pytree.flatten(part)
     )
 
 
 def _has_rows(part: Any, rows: int) -> bool:
-    """Whether a part of a batch has one row for each sample."""
+    """Return whether a part of a batch has one row for each sample."""
     if isinstance(part, (torch.Tensor, numpy.ndarray)):
         return bool(part.ndim) and part.shape[0] == rows
     if isinstance(part, (list, tuple)) and not pytree.is_namedtuple(part):
-        return len(part) == rows or (not is_items(part) and all(_has_rows(entry, rows) for entry in part))
+        return len(part) == rows or (not is_items(part) and all(_has_rows(inner, rows) for inner in part))
     return not pytree.is_node(part) or all(_has_rows(child, rows) for _, child in pytree.children(part))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from slipstream.data.loader import PreparedLoader, get_sampler, keeps_workers
+from slipstream.data.loader import PreparedLoader, clone, get_sampler, keeps_workers
 from slipstream.data.map_loader import MapLoader, samples_per_batch
 from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.order import refuse_distributed_sampler
@@ -176,8 +176,8 @@ def _refuse_own_iteration(kind: type) -> None:
 
 
 def _warn_of_seedable(config: DataLoaderConfiguration) -> None:
-    if config.use_seedable_sampler is False and "told" not in config.__dict__:
-        config.__dict__["told"] = True
+    if config.use_seedable_sampler is False and "_warned" not in config.__dict__:
+        config.__dict__["_warned"] = True
         get_logger(__name__).warning(
             "use_seedable_sampler=False has no effect: the order of samples is always a function of seed and epoch. Leave it out."
         )
@@ -209,15 +209,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 def _copy_skipping(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
     """Return a copy of a plain loader, of its own class, whose first pass begins later."""
-    twin = object.__new__(type(loader))
-    twin.__dict__.update({**loader.__dict__, "_iterator": None})
     if num_batches == 0:
-        return twin
+        return clone(loader, _iterator=None)
     if isinstance(loader.dataset, IterableDataset):
         return _SkippingStreamLoader(loader, num_batches)
     index_sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    twin.__dict__[index_sampler] = _SkippingSampler(getattr(loader, index_sampler), num_batches)
-    return twin
+    return clone(loader, _iterator=None, **{index_sampler: _SkippingSampler(getattr(loader, index_sampler), num_batches)})
 
 
 class _SkippingSampler:
@@ -257,10 +254,7 @@ class _SkippingStreamLoader(DataLoader[Any]):
             return iter(self._original)
         skip = getattr(self._original.dataset, "skip", None)
         if callable(skip) and self._original.num_workers == 0:  # what several workers share is the dataset's affair
-            later = object.__new__(type(self._original))
-            dataset = skip(skipped * (self._original.batch_size or 1))
-            later.__dict__.update({**self._original.__dict__, "_iterator": None, "dataset": dataset})
-            return iter(later)
+            return iter(clone(self._original, _iterator=None, dataset=skip(skipped * (self._original.batch_size or 1))))
         get_logger(__name__).warning(
             f"skip_first_batches reads {skipped} batches to skip them: {type(self._original.dataset).__name__} has no skip(n) to seek with"
         )

@@ -94,7 +94,7 @@ class RandomStateScope:
 
 
 def _numpy_state(generator: Any) -> tuple[int, bytes]:
-    """Equal as long as nothing was drawn."""
+    """Return what is equal as long as nothing was drawn."""
     state = generator.state["state"]
     return int(state["pos"]), state["key"].tobytes()
 
@@ -219,7 +219,7 @@ def check_generator_state(generator: Any, state: Any) -> None:
 
 
 def _to_python(value: Any) -> Any:
-    """numpy's arrays and numbers as lists and numbers of Python."""
+    """Convert numpy's arrays and numbers to lists and numbers of Python."""
     if isinstance(value, dict):
         return {key: _to_python(inner) for key, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
@@ -263,7 +263,9 @@ class WorkerInit:
         info = get_worker_info()
         assert info is not None
         ours: Any = info.dataset
-        object.__setattr__(info, "dataset", ours.dataset)  # it is frozen
+        # torch internals: `WorkerInfo` is frozen (torch 2.13), and the script's code must see its own dataset there.
+        # tests/data/test_stream_loader.py notices a change.
+        object.__setattr__(info, "dataset", ours.dataset)
         if self.roles and self.roles[worker] != worker:
             role = self.roles[worker]
             object.__setattr__(info, "seed", info.seed - worker + role)

@@ -48,7 +48,7 @@ class ShardDecision:
 
 
 def shard_dataset(dataset: Any, rank: int, world_size: int) -> ShardDecision:
-    """What this rank reads of a dataset, as far as the dataset says.
+    """Return what this rank reads of a dataset, as far as the dataset says.
 
     >>> shard_dataset(iter([1, 2]), 0, 2)
     ShardDecision(dataset=<list_iterator object at ...>, own=False, reason='does not say how to share it out', doubt='')
@@ -112,7 +112,7 @@ def _has_sharding_filter(dataset: Any) -> bool:
 
 
 def prepare_datapipe(dataset: Any, seed: int, rank: int, world_size: int) -> None:
-    """Before a pass over a pipeline of torch: its shuffling is seeded and its filter told who reads; other datasets are left alone.
+    """Seed the shuffling of a pipeline of torch and tell its filter who reads, before a pass; other datasets are left alone.
 
     Ranks come first and their workers second, so that an item is read by the same rank however many workers there are.
     """
@@ -126,11 +126,8 @@ def prepare_datapipe(dataset: Any, seed: int, rank: int, world_size: int) -> Non
         apply_sharding(dataset, world_size * worker.num_workers, worker.id * world_size + rank)
 
 
-class _NotSaved:
-    """In place of a state that was not saved, which may be None; a class, as it travels between processes."""
-
-
-_NOT_SAVED: Any = _NotSaved
+_NOT_SAVED: Any = ...
+"""In place of a state that was not saved, which may be None; it stays the same object between processes."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +157,13 @@ class RecentPositions:
         self._marks: dict[tuple[int, int], StreamPosition] = {}
 
     def note(self, epoch: int, position: int, mark: StreamPosition) -> None:
-        """The block that ends here was read."""
+        """Record that the block which ends here was read."""
         self._marks[epoch, position] = mark
         if len(self._marks) > self._keep:
             del self._marks[next(iter(self._marks))]
 
     def at(self, epoch: int, position: int, block: int) -> StreamPosition | None:
-        """The mark of a position, with what is known of the block after it."""
+        """Return the mark of a position, with what is known of the block after it."""
         mark = self._marks.get((epoch, position))
         later = [place for place in self._marks if place[0] == epoch and place[1] > position]
         following = self._marks[min(later)].random if later else None
@@ -176,7 +173,7 @@ class RecentPositions:
 
 
 def encode_stream_position(mark: StreamPosition | None) -> dict[str, Any]:
-    """A mark as plain data."""
+    """Return a mark as plain data."""
     found: dict[str, Any] = {}
     if mark is not None and mark.dataset is not _NOT_SAVED:
         found["dataset"] = mark.dataset
@@ -186,7 +183,7 @@ def encode_stream_position(mark: StreamPosition | None) -> dict[str, Any]:
 
 
 def decode_stream_position(state: Mapping[str, Any]) -> StreamPosition | None:
-    """The mark in a saved state; None where there is none, a `ConfigError` where it cannot be one."""
+    """Return the mark in a saved state; None where there is none, a `ConfigError` where it cannot be one."""
     random = state.get("random")
     if random is None:
         return StreamPosition(state["dataset"]) if "dataset" in state else None
@@ -197,14 +194,14 @@ def decode_stream_position(state: Mapping[str, Any]) -> StreamPosition | None:
 
 
 def keeps_own_state(dataset: Any) -> bool:
-    """Whether a dataset keeps a position of its own, and cannot skip: that is exact, while a state may leave out what a shuffle holds."""
+    """Return whether a dataset keeps a position of its own and cannot skip, which is exact: a state may leave out what a shuffle holds."""
     if callable(getattr(dataset, "skip", None)):
         return False
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def supports_skip(dataset: Any, epoch: int) -> bool:
-    """Whether `skip(n)` of a dataset leads to a position of an epoch.
+    """Return whether `skip(n)` of a dataset leads to a position of an epoch.
 
     One that is told the epoch may order a later one anew, while what its `skip` gives keeps the order of the first: so those of datasets do
     with their shards.
@@ -221,7 +218,7 @@ def iterate_blocks(
     first: int | None = None,
     after: Callable[[int], None] | None = None,
 ) -> Iterator[Any]:
-    """The items of a stream, drawn a block at a time inside random states of the reader's own.
+    """Yield the items of a stream, drawn a block at a time inside random states of the reader's own.
 
     Unless `careful`, a stream that drew no random number for its first block is trusted not to draw any. `first` is the size of the first
     block; `after` is called after each one with the number of items read so far.
@@ -244,7 +241,7 @@ def iterate_blocks(
 
 
 def warn_of_slow_seek(dataset: Any, count: int, what: str) -> None:
-    """One line about a seek that has to read."""
+    """Warn of a seek that has to read."""
     name = type(dataset).__name__
     why = {
         "items": "it has no skip(n) to seek with",
@@ -285,7 +282,7 @@ class ItemReader:
         scope: RandomStateScope | None = None,
         note: Callable[[int, StreamPosition], None] | None = None,
     ) -> Iterator[Any]:
-        """The items of a dataset that stands at a position."""
+        """Yield the items of a dataset that stands at a position."""
         prepare_datapipe(dataset, self.pipeline, *self.place)
         scope = RandomStateScope(self.seed) if scope is None else scope
         stateful = dataset is self.dataset and keeps_own_state(dataset)
@@ -308,7 +305,7 @@ class ItemReader:
         head: list[Any] | None = None,
         note: Callable[[int, StreamPosition], None] | None = None,
     ) -> tuple[Iterator[Any], list[Any] | None]:
-        """The items from a position on; with a head (the first block, if it is needed) where they stand there, else from the first on.
+        """Return the items from a position on, with a head (the first block, if needed) where they stand there; else from the first on.
 
         A `head` that was read already is not read again: a dataset that keeps a position of its own stands behind it.
         """
@@ -334,7 +331,7 @@ class ItemReader:
     def _skipped(
         self, start: int, saved: StreamPosition | None, note: Callable[[int, StreamPosition], None] | None
     ) -> Iterator[Any] | None:
-        """The items after what the dataset skips by itself; None where it cannot, or where it would draw other random numbers."""
+        """Yield the items after what the dataset skips by itself; None where it cannot, or where it would draw other random numbers."""
         skip = self._skip
         if skip is None:
             return None

@@ -14,7 +14,7 @@ What a stream draws is a function of (seed, epoch), and the script's random stat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Literal
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 
 from slipstream.data.epoch_state import LoadedPosition
 from slipstream.data.fingerprint import fingerprint
-from slipstream.data.loader import HandedBatch, PreparedLoader
+from slipstream.data.loader import HandedBatch, PreparedLoader, attempt
 from slipstream.data.options import LoaderSettings
 from slipstream.data.order import announce_epoch
-from slipstream.data.plan import BatchPlan, ItemSplitPlan, LastBatchPolicy, RoundRobinPlan, count_samples
+from slipstream.data.plan import BatchPlan, ItemSplitPlan, RoundRobinPlan, count_pieces, count_samples
 from slipstream.data.random_state import RandomStateScope, derive_seed
 from slipstream.data.stream_dataset import ShardDecision, shard_dataset, supports_skip, warn_of_slow_seek
 from slipstream.data.stream_reader import (
@@ -92,17 +92,12 @@ class StreamLoader(PreparedLoader):
     # -- how batches are made ---------------------------------------------------------------------------------------
 
     @property
-    def policy(self) -> LastBatchPolicy:
-        """What happens to a short last batch of ranks that take turns: `even`, `exact` or `ragged` (see `plan.py`)."""
-        return "ragged" if self.uneven else "even" if self.config.even_batches else "exact"
-
-    @property
     def batch_size(self) -> int | None:  # type: ignore[override]
         """Samples per batch and rank; None where items are batches already."""
         return None if self.original.batch_size is None else self._given[0]
 
     def _recipe(self) -> BatchRecipe:
-        """How this rank makes its batches of what it reads."""
+        """Return how this rank makes its batches of what it reads."""
         original, data_rank, split = self.original, self.data_rank, self.config.split_batches
         own = self.mode == "own"
         ranks, rank = (1, 0) if own else (data_rank.world_size, data_rank.rank)
@@ -146,7 +141,7 @@ class StreamLoader(PreparedLoader):
         return self.original.batch_size is None and self.config.split_batches and self.mode != "own"
 
     def _count(self, start: int) -> int:
-        """As far as the dataset has a length and all ranks read the same one."""
+        """Return the count of batches, where the dataset has a length and all ranks read the same one."""
         if self.mode == "own":
             raise TypeError(
                 f"the loader of {type(self._dataset).__name__} has no length: each process reads a part of its own, and all go on until "
@@ -155,11 +150,7 @@ class StreamLoader(PreparedLoader):
         length = len(self._dataset)
         if self._drops_updates:
             length -= length % (self._size * self._drops_updates)
-        samples = max(0, length - start)
-        plan: Any = self._recipe().plan
-        if isinstance(plan, BatchPlan):
-            return plan.count(samples, self.data_rank.rank, plan.phase(start))
-        return samples if self._cuts_items else int(plan.count(samples, self.data_rank.rank))
+        return count_pieces(self._recipe().plan, length, start, self.data_rank.rank)
 
     @property
     def _drops_updates(self) -> int:
@@ -177,11 +168,11 @@ class StreamLoader(PreparedLoader):
         return self._shared_batches(self._messages(epoch, start), start)
 
     def _own_start(self, start: int) -> int:
-        """A position of all ranks together, in items of this rank's own part: it has read as many batches as the others."""
+        """Convert a position of all ranks to items of this rank's own part: it has read as many batches as the others."""
         return start // self._stride * self._recipe().block
 
     def _shared_batches(self, messages: Iterator[GlobalBatch], start: int) -> Iterator[HandedBatch]:
-        """All ranks read the same: what is known of the stream is known to all."""
+        """Yield the batches of ranks that all read the same."""
         if steps := self._drops_updates:
             messages = trim_batches_to_updates(messages, steps, start // self._size % steps)
         for message in messages:
@@ -232,7 +223,7 @@ class StreamLoader(PreparedLoader):
         return loader_pass.start + loader_pass.done * self._stride if self.mode == "own" else super()._position(loader_pass)
 
     def _extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
-        """`dataset` is the state of a dataset that keeps one and cannot skip; `parts`, how many processes read parts of their own.
+        """Return `dataset`, the state of a dataset that keeps one and cannot skip, and `parts`, how many processes read parts of their own.
 
         With parts of their own, it is that of one of them (`part`), and of no use to another.
         """
@@ -272,12 +263,12 @@ class StreamLoader(PreparedLoader):
     # -- by turns: is it the same stream everywhere? -----------------------------------------------------------------
 
     def _compare_first(self, epoch: int, start: int) -> Iterator[HandedBatch]:
-        """The first pass of ranks that take turns: they compare what they read before anything is handed out."""
+        """Yield the first pass of ranks that take turns: they compare what they read before anything is handed out."""
         if self._source.reader.has_workers:
             return self._compare_in_workers(epoch, start)
         read = self._make_read(epoch)
         items = read.reader().read(self._dataset, note=self._source.note(epoch))
-        head = self._attempt(lambda: list(islice(items, read.recipe.block)))
+        head = attempt(lambda: list(islice(items, read.recipe.block)))
         same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
         if start and same and self._source.can_seek(self._dataset, epoch, start):
             return self._shared_batches(self._messages(epoch, start, head=head), start)
@@ -290,22 +281,15 @@ class StreamLoader(PreparedLoader):
 
     def _compare_in_workers(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         messages = self._messages(epoch, start, digest=True)
-        first = self._attempt(lambda: next(messages, None))
+        first = attempt(lambda: next(messages, None))
         found = first if isinstance(first, Exception) or first is None else first.digest
         if not self._agree(epoch, found):  # what came is slices: begin again, in workers that know nothing of this attempt
             del messages
             return self._own_batches(epoch, self._messages(epoch, self._own_start(start)), start)
         return self._shared_batches(chain([] if first is None else [first], messages), start)
 
-    def _attempt(self, read: Callable[[], Any]) -> Any:
-        """What was read, or what went wrong: the other ranks have to hear of that."""
-        try:
-            return read()
-        except Exception as error:  # handed on: every rank raises
-            return error
-
     def _agree(self, epoch: int, found: bytes | Exception | None) -> bool:
-        """Whether all ranks read the same; if not, each has a part of its own from now on."""
+        """Return whether all ranks read the same; if not, each has a part of its own from now on."""
         rank, name = self.data_rank, self._batch_name(epoch, 0)
         digests = agree_or_raise(rank.channel(), rank.limits, found, operation="comparison of streams", condition=name)
         self._is_compared = True
@@ -322,7 +306,7 @@ class StreamLoader(PreparedLoader):
     # -- each rank has a part of its own -----------------------------------------------------------------------------
 
     def _own_batches(self, epoch: int, messages: Iterator[GlobalBatch], start: int) -> Iterator[HandedBatch]:
-        """Ranks tell each other how much they have; those that have run out go on with what counts nothing until all have."""
+        """Yield batches of own parts: ranks exchange how much they have, and one that ran out repeats a batch that counts nothing."""
         if self.uneven:  # the script deals with ranks that end at different times: nobody has to know of the others
             yield from ((message.batches[0], None, message.end, 0 if message.end else None) for message in messages)
             return
@@ -333,16 +317,16 @@ class StreamLoader(PreparedLoader):
         previous: BatchShares | None = None
         step = 0
         while True:
-            found = self._attempt(lambda: next(messages, None))
+            found = attempt(lambda: next(messages, None))
             if found is None and step == 0 and start:
-                found = self._attempt(lambda: self._last_of_part(epoch))
+                found = attempt(lambda: self._last_of_part(epoch))
                 batch, held, found = (found.batches[0], found.sizes[0], None) if isinstance(found, GlobalBatch) else (None, 0, found)
             if isinstance(found, GlobalBatch):
                 batch, held = found.batches[0], found.sizes[0]
             count, more = (found.sizes[0], not found.end) if isinstance(found, GlobalBatch) else (0, False)
             own: Any = found if isinstance(found, Exception) else (count, more, held)
-            told = agree_or_raise(channel(), limits, own, operation="next batch", condition=self._batch_name(epoch, step))
-            real, given = tuple(entry[0] for entry in told), [entry[2] for entry in told]
+            answers = agree_or_raise(channel(), limits, own, operation="next batch", condition=self._batch_name(epoch, step))
+            real, given = tuple(answer[0] for answer in answers), [answer[2] for answer in answers]
             if not any(real):
                 return
             if step == 0:
@@ -352,19 +336,19 @@ class StreamLoader(PreparedLoader):
                 held = given[self.data_rank.rank]
             shares = None if real == full else BatchShares(tuple(given), real, True, sum(full))
             previous = shares = previous if shares == previous else shares
-            end = not any(entry[1] for entry in told)
+            end = not any(answer[1] for answer in answers)
             yield batch, shares, end, 0 if end else None
             if end:
                 return
             step += 1
 
     def _last_of_part(self, epoch: int) -> GlobalBatch | None:
-        """The last batch of this rank's part, with which it goes on after its end: of a pass that begins after that, it is read for it."""
+        """Return the last batch of this rank's part, which it repeats after its end; a pass that begins after that reads it."""
         with RandomStateScope(0):  # what is drawn for it has no meaning
             return next(iter(deque(self._messages(epoch, 0), maxlen=1)), None)
 
     def _lend(self, epoch: int, batch: Any, given: list[int]) -> Any:
-        """A rank that has no data at all gets a batch of one that has, to go on with."""
+        """Give a rank that has no data at all a batch of one that has."""
         if all(given):
             return batch
         giver, own = next(rank for rank, count in enumerate(given) if count), given[self.data_rank.rank]
@@ -375,7 +359,7 @@ class StreamLoader(PreparedLoader):
         return batch if own else lent
 
     def _batch_name(self, epoch: int, step: int) -> str:
-        """What ranks that are at the same batch agree on; from which line they ask for it may differ."""
+        """Return what ranks at the same batch agree on; the lines from which they ask for it may differ."""
         return f"batch {step} of pass {epoch} over {self._name}"
 
     def __getstate__(self) -> dict[str, Any]:

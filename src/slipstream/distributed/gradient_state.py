@@ -373,7 +373,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Nothing to do: objects of this class share nothing. Tests of scripts call it."""
+        """Do nothing: objects of this class share nothing. Tests of scripts call it."""
 
     def __repr__(self) -> str:
         return f"GradientState(sync={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
@@ -435,19 +435,19 @@ class GradientState:
         return -1 if self.active is None else self.active.remainder
 
     def position(self) -> tuple[weakref.ref[LoaderPass], int] | None:
-        """The innermost pass under way and the number of its present batch, for a pass that is being asked for; None outside of passes."""
+        """Return the innermost pass under way and the number of its present batch; None outside of passes."""
         if not self._stack or not self._stack[-1].handed:
             return None
         return weakref.ref(self._stack[-1]), self._stack[-1].handed
 
     def pacing(self) -> ActiveLoader | None:
-        """The loader that sets the pace of updates, as far as one is being read; see `pacing_pass`."""
+        """Return the loader that sets the pace of updates, as far as one is being read; see `pacing_pass`."""
         loader_pass = self.pacing_pass()
         loader: ActiveLoader | None = None if loader_pass is None else loader_pass.loader()
         return loader
 
     def pacing_pass(self) -> LoaderPass | None:
-        """The pass whose end closes an update: the innermost one that is read inside of one batch of the passes around it.
+        """Return the pass whose end closes an update: the innermost one that is read inside of one batch of the passes around it.
 
         A pass that was asked for before its neighbour handed out a batch (`zip(loader, second)`), or that has outlived the batch in which
         it was asked for (a second source of data, begun anew as often as it ends), is read beside it and does not set the pace; nor do
@@ -466,13 +466,13 @@ class GradientState:
         return leading[0]
 
     def _is_beside(self, loader_pass: LoaderPass) -> bool:
-        """Whether a pass is read beside another one that is under way, by what is known of their loaders."""
+        """Return whether a pass is read beside another one that is under way, by what is known of their loaders."""
         loader = loader_pass.loader()
         neighbour = None if loader is None or loader.beside is None else loader.beside()
         return neighbour is not None and any(other.loader() is neighbour for other in self._stack)
 
     def batch_after(self, last: MicroBatch | None) -> MicroBatch | None:
-        """The batch that the work which begins now belongs to; None without a loader.
+        """Return the batch that the work which begins now belongs to; None without a loader.
 
         `last` is the batch that was worked on before. It is given back while no other one can be meant: another piece of it.
         """
@@ -493,7 +493,7 @@ class GradientState:
         return first if first is not None and first.number == 1 and first.anchor() is not None else None
 
     def _newest(self, last: MicroBatch | None) -> LoaderPass | None:
-        """Of several passes under way, the only one that handed out a batch since the last work; None where there are more, or none.
+        """Return the only pass that handed out a batch since the last work; None where there are several, or none.
 
         Loaders that are taken in turns (tasks that alternate) are told from those that are read together for one batch of work.
         """
@@ -507,7 +507,7 @@ class GradientState:
         return new[0] if len(new) == 1 else None
 
     def is_inside(self, is_meant: Callable[[Any], bool]) -> bool:
-        """Whether a loader is read inside of one batch of another, as in an evaluation: a run that is resumed begins it anew.
+        """Return whether a loader is read inside of one batch of another, as in an evaluation: a run that is resumed begins it anew.
 
         One that is read beside another is not. After a single batch the two look alike: then it is inside if the loader around it was
         trained on before it began, and it was not.
@@ -522,7 +522,7 @@ class GradientState:
         return inner.handed > 1 or outer.trained_at < inner.trained_at == self.trained
 
     def enter(self, loader_pass: LoaderPass, loader: Any) -> None:
-        """Record that a pass over a loader begins."""
+        """Begin a pass over a loader."""
         loader_pass.loader, loader_pass.trained_at, loader_pass.sequence = weakref.ref(loader), self.trained, self._sequence
         self._stack.append(loader_pass)
         self.active, self.nested = loader, len(self._stack) > 1
@@ -530,7 +530,7 @@ class GradientState:
         self.metrics.finished_pass = None
 
     def leave(self, loader_pass: LoaderPass, *, exhausted: bool) -> None:
-        """Record that a pass ends: at the end of its loader, by `break` or by an exception."""
+        """End a pass: at the end of its loader, by `break` or by an exception."""
         if loader_pass in self._stack:
             self._stack.remove(loader_pass)
         for inner, outer in [(other, loader_pass) for other in self._stack] + [(loader_pass, other) for other in self._stack]:

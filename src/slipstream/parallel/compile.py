@@ -98,11 +98,11 @@ class TorchDynamoPlugin(KwargsHandler):
         return self.backend is not None and self.backend != DynamoBackend.NO and not self.disable
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields; the backend by the name that torch knows it by."""
+        """Return all fields; the backend by the name that torch knows it by."""
         return {**{field_.name: getattr(self, field_.name) for field_ in dataclasses.fields(self)}, "backend": _torch_name(self.backend)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile` that were set."""
+        """Return the arguments of `torch.compile` that were set."""
         given = {name: value for name, value in self.to_dict().items() if name != "use_regional_compilation"}
         return {name: value for name, value in given.items() if value is not None and (value is not False or name == "dynamic")}
 
@@ -280,7 +280,7 @@ def _torch_name(backend: Any) -> Any:
 def _check_backend(backend: Any) -> None:
     name = _torch_name(backend)
     if isinstance(name, str) and name not in (known := torch._dynamo.list_backends(exclude_tags=None)):
-        usual = ", ".join(entry for entry in known if entry in ("eager", "aot_eager", *torch._dynamo.list_backends()))
+        usual = ", ".join(name for name in known if name in ("eager", "aot_eager", *torch._dynamo.list_backends()))
         raise ConfigError(
             f"the backend {name!r} of TorchDynamoPlugin is none that torch {torch.__version__} has; write one of {usual}, "
             "or install the package that brings it and import it first"

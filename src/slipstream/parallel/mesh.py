@@ -84,7 +84,7 @@ class MeshSizes:
         return -1 not in self._sizes().values()
 
     def resolve(self, world_size: int) -> MeshSizes:
-        """The same mesh with every size known; their product is `world_size`."""
+        """Return the same mesh with every size known; their product is `world_size`."""
         free = next((axis for axis, size in self._sizes().items() if size == -1), None)
         fixed = math.prod(size for size in self._sizes().values() if size != -1)
         if free is not None and world_size % fixed == 0 and world_size >= fixed:
@@ -125,7 +125,7 @@ class MeshSizes:
         return tuple(axis for axis, size in zip(AXES, self.shape, strict=True) if size > 1)
 
     def axes(self, *names: str) -> tuple[str, ...]:
-        """The axes that these names of axes or uses stand for, in the order of `AXES`."""
+        """Return the axes that these names of axes or uses stand for, in the order of `AXES`."""
         wanted: set[str] = set()
         for name in names:
             if name not in AXES and name not in USES:
@@ -134,7 +134,7 @@ class MeshSizes:
         return tuple(axis for axis in AXES if axis in wanted)
 
     def size(self, *names: str) -> int:
-        """How many processes there are along these axes or uses together.
+        """Return how many processes there are along these axes or uses together.
 
         >>> MeshSizes(dp_replicate=2, dp_shard=4, cp=2).size("loss")
         16
@@ -145,7 +145,7 @@ class MeshSizes:
     # Views
 
     def grid(self, *names: str) -> numpy.ndarray[Any, Any]:
-        """The ranks as an array with one dimension per axis: all six, or the named ones if the others have the size 1.
+        """Return the ranks as an array with one dimension per axis: all six, or the named ones if the others have the size 1.
 
         >>> MeshSizes(dp_shard=2, tp=4).grid("dp_shard", "tp").tolist()
         [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -161,7 +161,7 @@ class MeshSizes:
         return numpy.arange(self.total).reshape([self._sizes()[axis] for axis in wanted])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank sits along each axis."""
+        """Return where a rank sits along each axis."""
         self._check_rank(rank)
         position: dict[str, int] = {}
         for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
@@ -169,7 +169,7 @@ class MeshSizes:
         return {axis: position[axis] for axis in AXES}
 
     def rank_at(self, **position: int) -> int:
-        """The rank at these coordinates; axes that are not named count as 0."""
+        """Return the rank at these coordinates; axes that are not named count as 0."""
         rank = 0
         for axis, size in zip(AXES, self.shape, strict=True):
             at = position.pop(axis, 0)
@@ -182,13 +182,13 @@ class MeshSizes:
         return rank
 
     def peers(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along these axes or uses, itself included: the members of its group."""
+        """Return the ranks that differ from `rank` only along these axes or uses, itself included: the members of its group."""
         here, moving = self.coordinates(rank), self.axes(*names)
         positions = product(*(range(self.size(axis)) for axis in moving))
         return tuple(self.rank_at(**{**here, **dict(zip(moving, position, strict=True))}) for position in positions)
 
     def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along these axes or uses; every rank is in exactly one.
+        """Return all groups along these axes or uses; every rank is in exactly one.
 
         >>> MeshSizes(dp_shard=2, tp=2).groups("tp")
         ((0, 1), (2, 3))
@@ -207,7 +207,7 @@ class MeshSizes:
     # torch
 
     def build(self, device_type: str) -> DeviceMesh:
-        """torch's DeviceMesh of the active axes over the open process group; a mesh of one process has the single axis dp_shard.
+        """Build torch's DeviceMesh of the active axes over the open process group; a mesh of one process has the single axis dp_shard.
 
         `view` gives the part of it that a use needs.
         """
@@ -219,7 +219,7 @@ class MeshSizes:
         return init_device_mesh(device_type, tuple(sizes.size(axis) for axis in axes), mesh_dim_names=axes)
 
     def view(self, mesh: DeviceMesh, name: str) -> DeviceMesh:
-        """The one-dimensional mesh of an axis or use, for a mesh that `build` made. Every process has to call it, in the same order.
+        """Return the one-dimensional mesh of an axis or use, for a mesh that `build` made. Every process has to call it, in the same order.
 
         An axis or use of size one has no view: ask `size(name) > 1` first.
         """
@@ -227,4 +227,5 @@ class MeshSizes:
         if not inside:
             raise ConfigError(f"{name} has the size 1 in the mesh {self._text()}, so there is no group of processes for it.")
         # The flat view is handed out, not looked up by name in the root: torch is about to stop answering that.
+        # torch internals: `_flatten` (torch 2.13) has no public name yet. tests/parallel/test_mesh.py notices a change.
         return mesh[inside[0]] if len(inside) == 1 else mesh[inside]._flatten(name)

@@ -24,13 +24,12 @@ from slipstream.errors import ConfigError, StateError
 from slipstream.precision.policy import AutocastKwargs, PrecisionPolicy, make_policy
 
 __all__ = [
-    "autocast_context", "find_autocast_policy", "get_mixed_precision_context_manager", "has_autocast", "install_autocast",
-    "remove_autocast", "transfer_hooks",
+    "autocast_context", "get_mixed_precision_context_manager", "install_autocast", "remove_autocast", "transfer_hooks",
 ]
 
 
 def install_autocast(model: torch.nn.Module, policy: PrecisionPolicy, device_type: str, handler: AutocastKwargs | None = None) -> None:
-    """Makes every pass of the model compute as the policy says. Installing again replaces what was installed.
+    """Make every pass of the model compute as the policy says. Installing again replaces what was installed.
 
     >>> from slipstream.precision.policy import make_policy
     >>> model = torch.nn.Linear(2, 2)
@@ -50,7 +49,7 @@ def install_autocast(model: torch.nn.Module, policy: PrecisionPolicy, device_typ
 
 
 def remove_autocast(model: torch.nn.Module) -> None:
-    """Takes installed autocast off a model; one without stays as it is."""
+    """Remove installed autocast from a model; one without stays as it is."""
     forward = _find_autocast_forward(model)
     if forward is None:
         return
@@ -60,19 +59,8 @@ def remove_autocast(model: torch.nn.Module) -> None:
         model.forward = forward.before
 
 
-def has_autocast(model: torch.nn.Module) -> bool:
-    """Whether the model's forward is one that `install_autocast` put there."""
-    return _find_autocast_forward(model) is not None
-
-
-def find_autocast_policy(model: torch.nn.Module) -> PrecisionPolicy | None:
-    """The policy that was installed on the model, if one was."""
-    forward = _find_autocast_forward(model)
-    return None if forward is None else forward.policy
-
-
 def autocast_context(policy: PrecisionPolicy, device_type: str, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-    """A block that computes as the policy says, for code outside of a prepared model, such as a loss.
+    """Return a block that computes as the policy says, for code outside of a prepared model, such as a loss.
 
     >>> from slipstream.precision.policy import make_policy
     >>> weight = torch.ones(2, 2)
@@ -121,9 +109,7 @@ class _AutocastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.casts:
             return _to_fp32(self.__wrapped__(*args, **kwargs))
-        module, before = self.module(), self.before
-        if module is None:
-            raise _make_model_gone_error()
+        module, before = self._live_module(), self.before
         with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
             outputs = type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
         return _to_fp32(outputs) if self.upcasts else outputs
@@ -132,10 +118,17 @@ class _AutocastForward:
     def __wrapped__(self) -> Callable[..., Any]:
         if self.before is not None:
             return self.before
+        module = self._live_module()
+        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+
+    def _live_module(self) -> torch.nn.Module:
         module = self.module()
         if module is None:
-            raise _make_model_gone_error()
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+            raise StateError(
+                "the model that this forward belongs to is gone: it was called through a shallow copy, or kept apart from the model. "
+                "Keep the model, or copy it with copy.deepcopy."
+            )
+        return module
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -149,26 +142,23 @@ class _AutocastForward:
         return f"<forward of {type(self.module()).__name__} in {self.policy.mixed_precision}>"
 
     def __reduce__(self) -> Any:
-        """What was pickled is read back as the forward that stood here before autocast."""
+        """Unpickle as the forward that stood here before autocast."""
         if self.before is not None:
             return operator.getitem, ((self.before,), 0)
-        module = self.module()
-        if module is None:
-            raise _make_model_gone_error()
-        return getattr, (module, "forward")  # while the module is being read its class has one, and the instance none yet
+        return getattr, (self._live_module(), "forward")  # while the module is being read its class has one, and the instance none yet
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
         module = self.module()
         copied = memo.get(id(module), module)  # the model is being copied, or the forward alone
         forward = type(self).__new__(type(self))
         vars(forward).update(
-            vars(self), module=_return_none if copied is None else weakref.ref(copied), before=copy.deepcopy(self.before, memo)
+            vars(self), module=(lambda: None) if copied is None else weakref.ref(copied), before=copy.deepcopy(self.before, memo)
         )
         return forward
 
 
 def _to_fp32(outputs: Any) -> Any:
-    """As `convert_to_fp32`; the usual kinds of outputs are handled here in a way that the compiler can follow."""
+    """Convert as `convert_to_fp32`; the usual kinds of outputs are handled here in a way that the compiler can follow."""
     if isinstance(outputs, torch.Tensor):
         return outputs.float() if outputs.dtype in _HALF else outputs
     if type(outputs) is dict:
@@ -181,21 +171,10 @@ def _to_fp32(outputs: Any) -> Any:
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _make_model_gone_error() -> StateError:
-    return StateError(
-        "the model that this forward belongs to is gone: it was called through a shallow copy, or kept apart from the model. "
-        "Keep the model, or copy it with copy.deepcopy."
-    )
-
-
-def _return_none() -> None:
-    return None
-
-
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Autocast in the precision that the launcher or the environment gave, if `native_amp`; else a block in which nothing changes.
+    """Return autocast in the precision that the launcher or the environment gave, if `native_amp`; else a block in which nothing changes.
 
     >>> with get_mixed_precision_context_manager():
     ...     torch.is_autocast_enabled("cpu")
@@ -208,7 +187,7 @@ def get_mixed_precision_context_manager(
 
 
 def transfer_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Hooks of the old module become the new one's, in the same dictionaries, so that their handles still remove them.
+    """Move the hooks of the old module to the new one, in the same dictionaries, so that their handles still remove them.
 
     >>> old, new = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     >>> handle = old.register_forward_hook(lambda module, inputs, output: print("called"))
@@ -218,6 +197,8 @@ def transfer_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
     >>> handle.remove()
     >>> _ = new(torch.ones(1))
     """
+    # torch internals: hooks are dictionaries in attributes with "_hooks" in their names (torch 2.13), and torch has no way to move them.
+    # tests/parallel/test_compile.py and tests/precision/test_fp8.py notice a change.
     for name, hooks in list(vars(old).items()):
         if "_hooks" not in name or not isinstance(hooks, dict) or not hooks:
             continue

@@ -33,7 +33,7 @@ _MULTIPLE = 16
 
 
 def convert_to_fp8(model: torch.nn.Module, recipe: AORecipeKwargs | None = None) -> torch.nn.Module:
-    """Converts the linear layers that the recipe chooses, in place, and gives the model back.
+    """Convert the linear layers that the recipe chooses, in place, and return the model.
 
     A model in which there was none to convert, and one whose float8 is emulated, is a warning.
     """
@@ -73,12 +73,12 @@ def convert_to_fp8(model: torch.nn.Module, recipe: AORecipeKwargs | None = None)
 def convert_model_to_fp8_ao(
     model: torch.nn.Module, config: Any = None, module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
 ) -> torch.nn.Module:
-    """As `convert_to_fp8`, with the parts of a recipe as arguments."""
+    """Convert as `convert_to_fp8`, with the parts of a recipe as arguments."""
     return convert_to_fp8(model, AORecipeKwargs(config=config, module_filter_func=module_filter_func))
 
 
 def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and the last linear layer of a model, in the order in which they were registered.
+    """Return the names of the first and the last linear layer of a model, in the order in which they were registered.
 
     >>> find_first_last_linear_layers(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2)))
     ('0', '2')
@@ -88,7 +88,7 @@ def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, s
 
 
 def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Whether to convert a layer: a plain `nn.Linear` with sizes that are multiples of 16, and not one of those to leave out.
+    """Return whether to convert a layer: a plain `nn.Linear` with sizes that are multiples of 16, and not one of those to leave out.
 
     >>> filter_linear_layers(torch.nn.Linear(32, 16), "block.up", ["head"]), filter_linear_layers(torch.nn.Linear(32, 10), "block.up", [])
     (True, False)
@@ -98,7 +98,7 @@ def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: li
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
-    """The default choice, for a model and the name of a layer in it: all that `filter_linear_layers` takes, but the first and the last.
+    """Return whether a layer is converted by default: all that `filter_linear_layers` takes, but the first and the last of the model.
 
     Given as `module_filter_func` it means the default. Called with a layer alone, whose place is not known, it looks at the layer's size.
 
@@ -113,7 +113,7 @@ def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bo
 
 
 def has_ao_layers(model: torch.nn.Module) -> bool:
-    """Whether any layer of a model was converted to float8 by torchao."""
+    """Return whether any layer of a model was converted to float8 by torchao."""
     module = sys.modules.get("torchao.float8.float8_linear")
     return module is not None and any(isinstance(layer, module.Float8Linear) for layer in model.modules())
 

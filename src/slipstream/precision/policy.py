@@ -195,7 +195,7 @@ class PrecisionPolicy:
         return _AUTOCAST_DTYPES[self.mixed_precision]
 
     def for_model(self, model: torch.nn.Module) -> PrecisionPolicy:
-        """The policy as it is for a model, whose parameters may have been loaded in another format.
+        """Return the policy as it is for a model, whose parameters may have been loaded in another format.
 
         >>> print(make_policy("no").for_model(torch.nn.Linear(2, 2, dtype=torch.bfloat16)))
         no: parameters bfloat16, compute bfloat16, gradients reduced in bfloat16, outputs as computed
@@ -233,7 +233,7 @@ def make_policy(
     reduce: torch.dtype | None = None,
     autocast: bool = True,
 ) -> PrecisionPolicy:
-    """The policy of a value of `mixed_precision`; give `reduce` where a communication hook sends gradients in another format.
+    """Return the policy of a value of `mixed_precision`; give `reduce` where a communication hook sends gradients in another format.
 
     `outputs_to_fp32`: None casts outputs where the precision is a mixed one.
 
@@ -255,7 +255,7 @@ def make_policy(
 
 
 def check_device(mixed_precision: str, device_type: str) -> None:
-    """Refuses a precision that this kind of device cannot compute in, or whose package is not installed.
+    """Raise for a precision that this kind of device cannot compute in, or whose package is not installed.
 
     >>> check_device("bf16", "cpu")
     """
@@ -286,7 +286,7 @@ def _explain_unsupported(mixed_precision: str, device_type: str) -> str | None:
 
 
 def check_parameters(policy: PrecisionPolicy, model: torch.nn.Module, *, scales: bool) -> None:
-    """Refuses parameters that cannot be trained under the policy, and warns of those on which it has no effect.
+    """Raise for parameters that cannot be trained under the policy, and warn of those on which it has no effect.
 
     `scales` says whether the loss is scaled: gradients in float16 cannot be unscaled without overflow, so parameters that are trained
     have to be in a wider format. Parameters without gradients may be in any.

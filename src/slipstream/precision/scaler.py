@@ -22,7 +22,7 @@ __all__ = ["LossScaler", "NoScaler", "get_grad_scaler", "make_scaler"]
 
 
 def make_scaler(mixed_precision: str, device_type: str, handler: GradScalerKwargs | None = None) -> LossScaler | NoScaler:
-    """The scaler of a precision: a real one for fp16 alone.
+    """Return the scaler of a precision: a real one for fp16 alone.
 
     >>> type(make_scaler("bf16", "cpu")).__name__, type(make_scaler("fp16", "cpu")).__name__
     ('NoScaler', 'LossScaler')
@@ -44,17 +44,17 @@ class NoScaler:
     """Whether the scale is to be updated before the next loss is scaled."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss itself."""
+        """Return the loss itself."""
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: gradients have no scale."""
+        """Do nothing: gradients have no scale."""
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: gradients have no scale."""
+        """Do nothing: gradients have no scale."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Steps the optimizer; always True."""
+        """Step the optimizer, and return True."""
         if closure is None:
             optimizer.step()
         else:
@@ -62,19 +62,19 @@ class NoScaler:
         return True
 
     def flush(self, want_ratio: bool = False) -> float:
-        """Nothing to update: 1.0."""
+        """Return 1.0: there is nothing to update."""
         return 1.0
 
     def get_scale(self) -> float:
-        """1.0."""
+        """Return 1.0."""
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes an empty state; one of fp16 has no use here, which a warning says."""
+        """Accept an empty state; warn about one of fp16, which has no use here."""
         if state_dict:
             warnings.warn(
                 f"the state of a loss scaler (scale {state_dict.get('scale')}) was loaded into a run whose precision has none: "
@@ -121,7 +121,7 @@ class LossScaler:
         return self._touched and bool(self._stepped) and not self._waiting()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale; an update that is due comes first."""
+        """Return the loss times the scale; an update that is due comes first."""
         if self._touched:
             self.flush()
             self._late = bool(self._stepped)
@@ -132,7 +132,7 @@ class LossScaler:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of an optimizer by the scale; once per update, more calls do nothing."""
+        """Divide the gradients of an optimizer by the scale; once per update, more calls do nothing."""
         if _has_gradients(optimizer) and self._is_scaled(optimizer):
             self._scaler.unscale_(optimizer)
             self._touched = True
@@ -140,11 +140,11 @@ class LossScaler:
             self._cleared.discard(optimizer)
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of an optimizer were cleared: those that come have the scale."""
+        """Record that the gradients of an optimizer were cleared: new ones have the scale."""
         self._cleared.add(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Divides the gradients if that has not been done, and steps unless they overflowed: whether the parameters were updated."""
+        """Divide the gradients if that was not done, step unless they overflowed, and return whether the parameters were updated."""
         if closure is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step(closure) cannot be used with mixed_precision='fp16': the closure computes gradients "
@@ -165,8 +165,8 @@ class LossScaler:
                 "scale already. Call backward before each step."
             )
         self._is_scaled(optimizer)
-        watch = _StepObserver()
-        hook = optimizer.register_step_post_hook(watch)
+        stepped: list[bool] = []
+        hook = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: stepped.append(not _has_overflow(optimizer)))
         try:
             self._scaler.step(optimizer)
         finally:
@@ -174,10 +174,10 @@ class LossScaler:
         self._unscaled.pop(optimizer, None)
         self._touched = True
         self._stepped.add(optimizer)
-        return watch.stepped
+        return any(stepped)
 
     def flush(self, want_ratio: bool = False) -> float:
-        """Runs the update that is due. With `want_ratio`: how many times the old scale the new one is (waits for the device); else 1.0."""
+        """Run the update that is due. With `want_ratio`, return new scale over old scale (waits for the device); else 1.0."""
         if not self.due:
             return 1.0
         before = self._scaler.get_scale() if want_ratio else 1.0
@@ -186,17 +186,17 @@ class LossScaler:
         return self._scaler.get_scale() / before if want_ratio else 1.0
 
     def get_scale(self) -> float:
-        """The scale that the next loss will have. Waits for the device."""
+        """Return the scale that the next loss will have. Waits for the device."""
         self.flush()
         return self._scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, as `torch.amp.GradScaler` names them."""
+        """Return plain numbers, as `torch.amp.GradScaler` names them."""
         self.flush()
         return self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a saved state; an empty one (of another precision) leaves the scale where it is, which a warning says."""
+        """Load a saved state; an empty one (of another precision) leaves the scale as it is, with a warning."""
         if not state_dict:
             warnings.warn(
                 f"there is no loss scale in what was loaded (it was saved with another precision): fp16 goes on with {self.get_scale():g}",
@@ -207,7 +207,7 @@ class LossScaler:
         self._scaler.load_state_dict(state_dict)
 
     def _is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether its gradients still have the scale; marks of an earlier update that ended without a step are cleared."""
+        """Return whether its gradients still have the scale; marks of an earlier update that ended without a step are cleared."""
         if not self._begun:
             raise StateError(
                 "there are gradients, but no loss was scaled: backward was called on the loss itself. In fp16 write "
@@ -234,9 +234,9 @@ class LossScaler:
         return True
 
     def _start_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its gradients are of a new backward with the present scale; torch's note of the last ones is cleared by an update alone."""
+        """Begin a new update: its gradients are of a new backward, and torch clears its record of the last ones only by an update."""
         if waiting := self._waiting():
-            others = " and ".join(type(entry).__name__ for entry in waiting)
+            others = " and ".join(type(other).__name__ for other in waiting)
             raise StateError(
                 f"{type(optimizer).__name__} is to step again, but gradients of {others} were divided by the loss scale (by clipping) "
                 "and not used: in fp16 call its step() or zero_grad() first"
@@ -244,7 +244,7 @@ class LossScaler:
         self._keep_scale()
 
     def _waiting(self) -> list[torch.optim.Optimizer]:
-        """Optimizers whose gradients were divided and are still to be used: the scale cannot be updated before they step."""
+        """Return the optimizers whose gradients were divided and are still to be used: the scale waits until they step."""
         if not self._unscaled:
             return []
         for optimizer, marks in list(self._unscaled.items()):
@@ -267,13 +267,13 @@ _GradientVersions = tuple[tuple[int, int] | None, ...]
 
 
 def _gradient_versions(optimizer: torch.optim.Optimizer) -> _GradientVersions:
-    """What tells new gradients from old: a backward makes another tensor, or writes into it."""
+    """Return what tells new gradients from old: a backward makes another tensor, or writes into it."""
     grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return tuple(None if grad is None else (id(grad), grad._version) for grad in grads)
 
 
 def _were_added_to(before: _GradientVersions, now: _GradientVersions) -> bool:
-    """Whether something was written into a gradient that was there before."""
+    """Return whether something was written into a gradient that was there before."""
     pairs = zip(before, now, strict=False)
     return any(pair is not None and other is not None and pair[0] == other[0] and pair[1] != other[1] for pair, other in pairs)
 
@@ -282,20 +282,13 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
-class _StepObserver:
-    """Hears of a step that an optimizer made."""
-
-    def __init__(self) -> None:
-        self.stepped = False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A fused optimizer is always called, and leaves the parameters alone where torch tells it of an overflow.
-        overflow = getattr(optimizer, "found_inf", None)
-        self.stepped = overflow is None or not bool(overflow)
+def _has_overflow(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a fused optimizer left the parameters alone: it is always called, and torch tells it of an overflow."""
+    return bool(getattr(optimizer, "found_inf", None) or False)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A loss scaler of torch for the device of this run; `kwargs` are its own. One for sharded models is not there yet.
+    """Return a loss scaler of torch for the device of this run; `kwargs` are its own. There is none for sharded models yet.
 
     >>> get_grad_scaler(init_scale=8.0).get_scale()
     8.0

@@ -36,6 +36,8 @@ from slipstream.strategies.ddp_options import BucketObserver, DistributedDataPar
 __all__ = ["DDPStrategy", "LocalBackwardTimer", "Replicated", "TimedWait"]
 
 
+# torch internals: callbacks at the end of a backward pass, as torch's own DDP and FSDP queue them (torch 2.13).
+# tests/observability/test_ledger_ranks.py notices a change; it can go when torch has a public hook there.
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -48,13 +50,13 @@ class LocalBackwardTimer:
         self._is_awaited = False
 
     def watch(self, replicated: torch.nn.Module) -> None:
-        """Has the passes of a model marked, as long as it is wrapped like this."""
+        """Mark the passes of a model, as long as it is wrapped like this."""
         last = [parameter for parameter in replicated.parameters() if parameter.requires_grad][-1]
         handle = last.register_post_accumulate_grad_hook(self._begun)  # type: ignore[no-untyped-call]
         weakref.finalize(replicated, handle.remove).atexit = False
 
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """A pass that reduces gradients."""
+        """Run a pass that reduces gradients."""
         if self._was_missed and loss.requires_grad:
             loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
         self._is_awaited = True
@@ -93,11 +95,8 @@ class TimedWait:
 
 
 _PREFIX = "module."
+# torch internals: whether a profiler runs (torch 2.13). There is no public way to ask. tests/training/test_replicas.py notices a change.
 _is_profiled = torch._C._autograd._profiler_enabled
-
-
-def _return_true() -> bool:
-    return True
 
 
 class Replicated(DistributedDataParallel):
@@ -173,23 +172,23 @@ class Replicated(DistributedDataParallel):
         return True  # whatever the length
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """The parameters under the names of the user's model."""
+        """Return the parameters under the names of the user's model."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """The buffers under the names of the user's model."""
+        """Return the buffers under the names of the user's model."""
         return self.module.named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """The modules under the names of the user's model."""
+        """Return the modules under the names of the user's model."""
         return self.module.named_modules(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The weights under the names of the user's model."""
+        """Return the weights under the names of the user's model."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights under the names of the user's model, or those that a bare DistributedDataParallel would give them."""
+        """Load weights under the names of the user's model, or those that a bare DistributedDataParallel would give them."""
         if state_dict and all(name.startswith(_PREFIX) for name in state_dict) and not hasattr(self.module, "module"):
             state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
@@ -217,19 +216,21 @@ class Replicated(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._is_current = _return_true
+        self._is_current = lambda: True
         self._forward_watch = self._buffer_watch = nullcontext()
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As torch's own, which marks itself for a profiler also where there is none."""
+        """Run as torch's own forward, which marks itself for a profiler also where there is none."""
         if torch.compiler.is_compiling():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if self._delay_all_reduce_all_params or _is_profiled():
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
             self.__dict__["_is_armed"] |= self.require_forward_param_sync
             return output
+        # torch internals: the parts of DistributedDataParallel.forward (torch 2.13), without the profiler mark that it always makes. The
+        # decision about averaging is left to `backward`. tests/training/test_replicas.py and test_several_models.py notice a change.
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         output = self._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         own = self.__dict__
@@ -261,7 +262,7 @@ class Replicated(DistributedDataParallel):
             raise self.explained(error) from error
 
     def ready(self, loss: torch.Tensor) -> None:
-        """Lets the coming backward average the gradients of this model, whatever led to the loss."""
+        """Let the coming backward average the gradients of this model, whatever led to the loss."""
         own = self.__dict__
         if own["_is_ready"]:  # since the forward
             own["_is_ready"] = False
@@ -272,13 +273,15 @@ class Replicated(DistributedDataParallel):
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError:  # an earlier pass left parameters out, and this one may bring them; if not, `check_reduced` tells
             return
+        # torch internals: what `_pre_forward` and `_post_forward` do with the reducer (torch 2.13), for passes that began elsewhere.
+        # tests/training/test_everyday.py notices a change.
         if not self._has_rebuilt_buckets and not self._keeps_buckets and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
         own["_is_armed"] = True
 
     def set_sync(self, reduces: bool) -> None:
-        """Sets whether the coming backward passes average gradients, unless a block of `no_sync` is open."""
+        """Set whether the coming backward passes average gradients, unless a block of `no_sync` is open."""
         own = self.__dict__
         own["_reduces"] = reduces
         own["require_backward_grad_sync"] = reduces and not own["_held"]
@@ -287,7 +290,7 @@ class Replicated(DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which backward passes do not average gradients, also if a forward pass before it was made for averaging."""
+        """Return a block in which backward passes do not average gradients, also if a forward pass before it was made for averaging."""
         own = self.__dict__
         own["_held"] += 1
         self.set_sync(own["_reduces"])
@@ -298,31 +301,29 @@ class Replicated(DistributedDataParallel):
             self.set_sync(own["_reduces"])
 
     def _disarm(self) -> None:
-        """Lets torch's reducer expect nothing, where a forward pass or an earlier loss prepared it and no gradient came.
-
-        Torch has no name for that but the one with which it recovers from failures (`_reset_state`, tried with torch 2.13): buckets are
-        then built anew with the next averaged pass. `tests/training/test_several_models.py` notices when it changes.
-        """
+        """Let torch's reducer expect nothing, where a forward pass or an earlier loss prepared it and no gradient came."""
         own = self.__dict__
         own["_is_armed"] = own["_is_ready"] = False
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError:  # some gradients came: `check_reduced` will tell which did not
             return
+        # torch internals: `_reset_state` is how torch recovers from failures (torch 2.13); there is no public way to disarm the reducer.
+        # Buckets are built again with the next averaged pass. tests/training/test_several_models.py notices a change.
         self.reducer._reset_state()
         self._has_rebuilt_buckets = False
 
     def _sync_buffers(self) -> None:
-        """Buffers are those of rank 0 in every forward that follows an averaged one: all ranks have to come, so the wait is watched."""
+        """Make the buffers those of rank 0, in every forward after an averaged one: all ranks have to come, so the wait is watched."""
         with self._buffer_watch:
             super()._sync_buffers()  # type: ignore[no-untyped-call]
 
     def check_reduced(self) -> None:
-        """Raises if there are gradients that were not averaged, naming the parameters."""
+        """Raise if there are gradients that were not averaged, naming the parameters."""
         own = self.__dict__
         new: list[str] = []
-        for entry in own["frozen"]:
-            if entry.requires_grad:
+        for frozen in own["frozen"]:
+            if frozen.requires_grad:
                 new = [
                     name
                     for name, parameter in self.module.named_parameters()
@@ -340,14 +341,14 @@ class Replicated(DistributedDataParallel):
             raise self.explained(error) from None
 
     def show_buckets(self, look: Callable[[Any], None]) -> None:
-        """Shows gradients before they are averaged; see `buckets.py`."""
+        """Show gradients to `look` before they are averaged; see `ddp_options.py`."""
         shown = self.__dict__["_shown"] = BucketObserver(look, self.process_group)
         super().register_comm_hook(
             shown, lambda shown, bucket: observe_bucket(shown, bucket)
         )  # torch reads annotations, of its own kinds only
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """As torch's own; where buckets are shown to somebody, that comes first."""
+        """Register as torch does; an observer of buckets comes first."""
         shown: BucketObserver | None = self.__dict__.get("_shown")
         if shown is not None and shown.is_usual:
             shown.put(state, hook)
@@ -355,7 +356,7 @@ class Replicated(DistributedDataParallel):
             super().register_comm_hook(state, hook)
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error with names of parameters, if it is about parameters without gradients; else as it was."""
+        """Return the error with names of parameters, if it is about parameters without gradients; else as it was."""
         found = re.search(r"did not receive grad for rank \d+:([\d ,]*)", str(error).replace("\n", " "))
         if found is None:
             return error
@@ -382,7 +383,7 @@ class _DisarmHook:
 
 
 def _has_own_attribute(module: Any, name: str) -> bool:
-    """Whether a module has an attribute, a parameter, a buffer or a part of this name itself."""
+    """Return whether a module has an attribute, a parameter, a buffer or a submodule of this name itself."""
     return any(name in vars(module).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")) or name in vars(module)
 
 
@@ -444,9 +445,10 @@ class DDPStrategy(Strategy):
             for name, parameter in model.named_parameters()
         }
         check_agreement(self._runtime.channel(self._limits), self._limits, f"the parameters of {type(model).__name__}", layout)
+        channel: Any = self._runtime.channel()
         with self._in_prepare:
             replicated = Replicated(
-                model, _GroupCheck(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
+                model, lambda: bool(channel.usable), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
         self._replicas = [known for known in self._replicas if known() is not None] + [weakref.ref(replicated)]
         if self._local_end is not None:
@@ -517,15 +519,3 @@ class DDPStrategy(Strategy):
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.module if isinstance(model, Replicated) else model
-
-
-class _GroupCheck:
-    """Whether the process group that was open when this was made still is."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._channel: Any = runtime.channel()
-
-    def __call__(self) -> bool:
-        return bool(self._channel.usable)
-
-

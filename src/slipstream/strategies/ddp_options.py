@@ -24,7 +24,7 @@ __all__ = ["BucketObserver", "DDPCommunicationHookType", "DistributedDataParalle
 
 
 def batched_power_sgd_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The averaged bucket, as the product of two matrices of rank `state.matrix_approximation_rank`."""
+    """Return the averaged bucket, as the product of two matrices of rank `state.matrix_approximation_rank`."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     group: Any = state.process_group or dist.group.WORLD
@@ -38,8 +38,8 @@ def batched_power_sgd_hook(state: Any, bucket: Any) -> torch.futures.Future[torc
     if state.use_error_feedback and index in state.error_dict:
         matrix += state.error_dict[index]
     matrix = matrix.view(side, side)
-    right = _orthonormalize(_initial_matrix(state, index, side, buffer.device))
-    left = _orthonormalize(_average_matrix(matrix @ right, group))
+    right = torch.linalg.qr(_initial_matrix(state, index, side, buffer.device)).Q
+    left = torch.linalg.qr(_average_matrix(matrix @ right, group)).Q
     right = _average_matrix(matrix.t() @ left, group)
     product = left @ right.t()
     if state.warm_start:
@@ -54,17 +54,12 @@ def batched_power_sgd_hook(state: Any, bucket: Any) -> torch.futures.Future[torc
 
 
 def _initial_matrix(state: Any, index: int, side: int, device: torch.device) -> torch.Tensor:
-    """The matrix to begin with: that of the last pass, or random numbers that are the same on every rank."""
+    """Return the matrix to begin with: that of the last pass, or random numbers that are the same on every rank."""
     kept: torch.Tensor | None = state.q_memory_dict.get(index)
     if kept is not None:
         return kept
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
     return torch.randn(side, min(side, state.matrix_approximation_rank), generator=generator).to(device)
-
-
-def _orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
-    columns: torch.Tensor = torch.linalg.qr(matrix).Q
-    return columns
 
 
 def _average_matrix(matrix: torch.Tensor, group: Any) -> torch.Tensor:
@@ -120,16 +115,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ConfigError("DistributedDataParallelKwargs(comm_state_option=...) is for comm_hook='power_sgd'; leave it out")
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
-        """The options of the constructor, without those of the hook."""
+        """Return the options of the constructor, without those of the hook."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The options of the constructor that differ from the defaults."""
+        """Return the options of the constructor that differ from the defaults."""
         usual = KwargsHandler.to_dict(DistributedDataParallelKwargs())
         return {name: value for name, value in self.to_dict().items() if value != usual[name]}
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Attaches the hook, in its wrapper, to a replicated model."""
+        """Attach the hook, in its wrapper, to a replicated model."""
         if self.comm_hook is DDPCommunicationHookType.NO:
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -153,7 +148,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 def _parse_hook(name: str, value: Any) -> DDPCommunicationHookType:
-    known = [entry.value for entry in DDPCommunicationHookType]
+    known = [hook.value for hook in DDPCommunicationHookType]
     text = str(getattr(value, "value", value)).lower()
     if text not in known:
         raise ConfigError(f"DistributedDataParallelKwargs({name}={value!r}) is not a hook: write one of {', '.join(known)}")
@@ -165,7 +160,7 @@ _CommunicationHook = Callable[[Any, Any], Any]
 
 
 class BucketObserver:
-    """What the hook needs: who looks, and what happens to a bucket then."""
+    """Who looks at a bucket, and the hook that averages it then."""
 
     def __init__(self, look: _BucketCallback, group: Any) -> None:
         self.look = look
@@ -175,12 +170,12 @@ class BucketObserver:
         """Whether nobody has given another hook yet: there can be one."""
 
     def put(self, state: Any, hook: _CommunicationHook) -> None:
-        """Another way to average, after the look."""
+        """Set another way to average, after the look."""
         self.state, self.hook, self.is_usual = state, hook, False
 
 
 def observe_bucket(shown: BucketObserver, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The hook itself."""
+    """Show the bucket, then run the hook that averages it."""
     shown.look(bucket)
     done: torch.futures.Future[torch.Tensor] = shown.hook(shown.state, bucket)
     return done

@@ -45,7 +45,7 @@ class Accumulation:
     """
 
     __slots__ = (
-        "_batch_weight", "_counted", "_ended", "_estimate", "_expected", "_pieces", "_total", "_usual_pieces", "_weight", "batch",
+        "_batch_weight", "_counted", "_ended", "_estimate", "expected", "_pieces", "_total", "_usual_pieces", "_weight", "batch",
         "carried", "closed_early", "closing", "index", "kind", "named", "passes", "single", "touched", "worked_on",
     )  # fmt: skip
 
@@ -76,7 +76,8 @@ class Accumulation:
         self._ended = False
         """Whether the end of the loader closed the window, before it had as many batches as asked for."""
         self._pieces = self._usual_pieces = 0
-        self._expected: float = 1
+        self.expected: float = 1
+        """How many batches this window is expected to have."""
         self._estimate = 0.0
         self._total = 0.0
         """What the batches of the window count as, in full ones, for losses that are means."""
@@ -86,13 +87,13 @@ class Accumulation:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def begin(self, steps: int, batch: MicroBatch | None, follows_loader: bool = True) -> bool:
-        """The next batch begins; whether it closes the window.
+        """Begin the next batch, and return whether it closes the window.
 
         Where one batch of the loader is cut into several, the last batch of a pass closes the window when as many pieces of it have come
         as of the batch before.
         """
         if steps <= 1 and self.closing:  # every batch is an update
-            self.index, self._total, self._weight, self._batch_weight, self._expected = 1, 0.0, 0.0, 0.0, 1
+            self.index, self._total, self._weight, self._batch_weight, self.expected = 1, 0.0, 0.0, 0.0, 1
             self.batch, self._pieces, self._usual_pieces, self.carried, self.kind = batch, 1, 0, None, None
             self.touched = self._counted = self._ended = self.closed_early = False
             self.single = True
@@ -105,7 +106,7 @@ class Accumulation:
         self.touched, self._counted, self._batch_weight = False, False, 0.0
         if self.closing:
             self.index, self._total, self._weight, self.carried, self.kind = 1, 0.0, 0.0, None, None
-            self._expected = steps if left is None else min(steps, self._blocks_left(left))
+            self.expected = steps if left is None else min(steps, self._blocks_left(left))
             self.closing = self.single = end or steps <= 1
         else:
             self.index += 1
@@ -124,34 +125,29 @@ class Accumulation:
         self.batch, self._usual_pieces, self._pieces, self.closed_early = batch, self._pieces, 1, False
 
     def _blocks_left(self, batches_left: int) -> int:
-        """How many pieces follow, with the present one, if every batch is cut into as many."""
+        """Return how many pieces follow, with the present one, if every batch is cut into as many."""
         usual = max(1, self._usual_pieces)
         return batches_left * usual + max(1, usual - self._pieces + 1)
 
     def mirror(self, other: Accumulation) -> None:
-        """Begins the batch that another model is at: this one was never named in `accumulate`."""
+        """Begin the batch that another model is at: this one was never named in `accumulate`."""
         if other.index == 1:
             self._total, self._weight, self.carried, self.kind = 0.0, 0.0, None, None
-        self.index, self.closing, self.single, self._expected = other.index, other.closing, other.single, other._expected
+        self.index, self.closing, self.single, self.expected = other.index, other.closing, other.single, other.expected
         self.touched, self._counted, self._batch_weight = False, False, 0.0
 
     def reset(self) -> None:
-        """No batch has been taken in."""
+        """Return to the state before the first batch."""
         self.closing, self.single, self.index, self.touched = True, False, 0, False
         self.cleared()
 
     def cleared(self) -> None:
-        """Gradients were cleared: weights that were given with the present batch no longer count. Its place in the window stays."""
+        """Record that gradients were cleared: weights of the present batch no longer count. Its place in the window stays."""
         self.carried = None
         self._weight -= self._batch_weight
         self._batch_weight = 0.0
         if self.index <= 1:
             self._total, self._weight, self.kind, self._counted = 0.0, 0.0, None, False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an update is under way that does not end with the present batch."""
-        return not self.closing
 
     @property
     def holds_gradients(self) -> bool:
@@ -163,15 +159,10 @@ class Accumulation:
         """Whether gradients of an update that is still to come are there."""
         return self.index > 1 or self.touched
 
-    @property
-    def expected(self) -> float:
-        """How many batches this window is expected to have."""
-        return self._expected
-
     # -- losses ---------------------------------------------------------------------------------------------------
 
     def add_mean(self, count: float = 1.0, reached: bool = True) -> float:
-        """A backward pass on a mean over a batch that counts as `count` full ones; what it is to be divided by.
+        """Count a backward pass on a mean over a batch that counts as `count` full ones, and return what it is divided by.
 
         Several passes on one batch count once. The batch counts for a model that the loss did not reach, too: an update is the mean over
         its batches.
@@ -181,10 +172,10 @@ class Accumulation:
         if not self._counted:
             self._counted = True
             self._total += count
-        return (self._total or 1.0) if self.closing else self._expected
+        return (self._total or 1.0) if self.closing else self.expected
 
     def add_sum(self, weight: float) -> float:
-        """A backward pass on a sum with its weight; the weight of the window so far on this rank."""
+        """Count a backward pass on a sum with its weight, and return the weight of the window so far on this rank."""
         self._take(_SUMS)
         self._weight += weight
         self._batch_weight += weight
@@ -203,19 +194,19 @@ class Accumulation:
     @property
     def estimate(self) -> float | None:
         """What sums of an open window are divided by; None as long as there is nothing to tell it from."""
-        return self._estimate * self._expected if self._estimate else None
+        return self._estimate * self.expected if self._estimate else None
 
     def guess(self, weight: float) -> None:
-        """Takes the weight of one batch on one rank, the same number on every rank, for later estimates."""
+        """Set the weight of one batch on one rank, the same number on every rank, for later estimates."""
         self._estimate = weight or 1.0
 
     def sum_divisor(self, total: float) -> float:
-        """What sums of a window that closes are divided by, given the weight over all ranks (divided by their number)."""
+        """Return what sums of a window that closes are divided by, given the weight over all ranks (divided by their number)."""
         self._estimate = (total or 1.0) / max(1, self.index)
         return total or 1.0
 
     def settle(self, divisor: float) -> float:
-        """The gradients carry this divisor from now on; by what those that are there are multiplied for it."""
+        """Set the divisor of the gradients, and return the factor by which those that are there have to be multiplied."""
         carried, self.carried = self.carried, divisor
         return 1.0 if carried is None or carried == divisor else carried / divisor
 
@@ -231,7 +222,7 @@ class Accumulation:
     # -- saved and restored ---------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Where the window stands, in plain numbers. Which batch of the loader it was is not part of that: a resumed loader counts anew.
+        """Return where the window stands, in plain numbers; the batch of the loader is not part of that: a resumed loader counts anew.
 
         >>> accumulation, other = Accumulation(), Accumulation()
         >>> accumulation.begin(3, None), accumulation.add_mean()
@@ -244,7 +235,7 @@ class Accumulation:
         return {**state, "kind": _KIND_NAMES[self.kind], "total": self.total, "named": self.named}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over where a saved window stood; a state that cannot be one is refused before anything changes."""
+        """Restore a saved window; raise for a state that cannot be one before anything changes."""
         self.check(state)
         for name in _SAVED_FIELDS:
             setattr(self, _slot_name(name), state[name])
@@ -255,7 +246,7 @@ class Accumulation:
 
     @staticmethod
     def check(state: Any) -> None:
-        """Raises unless this is the state of a window."""
+        """Raise unless this is the state of a window."""
         if not isinstance(state, Mapping) or set(state) - {"named"} != set(_SAVED_FIELDS):
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ConfigError(

@@ -24,7 +24,7 @@ import torch
 from slipstream.devices.memory import clear_device_cache, should_reduce_batch_size
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.current import current
-from slipstream.distributed.guard import Body, Channel, CollectiveCall, Limits
+from slipstream.distributed.guard import Body, Channel, CollectiveCall
 from slipstream.distributed.process_group import Runtime
 from slipstream.errors import ConfigError, DistributedOperationException, MismatchError, PeerLostError, StateError, WaitTimeoutError
 from slipstream.observability.memory import summarize_alive
@@ -46,7 +46,7 @@ class BatchSizeSchedule:
             _check_positive_int("effective_batch_size", effective_batch_size)
         self._start = start
         self._effective = effective_batch_size
-        self._reduce = _halve if reduce is None else _with_present_size(reduce)
+        self._reduce = (lambda size: size // 2) if reduce is None else _with_present_size(reduce)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,15 +54,15 @@ class BatchSizeSchedule:
         return ("batch_size",) if self._effective is None else ("batch_size", "gradient_accumulation_steps")
 
     def arguments(self, size: int, processes: int) -> tuple[int, ...]:
-        """What the function is called with for a size."""
+        """Return what the function is called with for a size."""
         return (size,) if self._effective is None else (size, self._effective // (processes * size))
 
     def first(self, processes: int, fitted: int | None = None) -> int:
-        """The size to begin with: the one that fitted last, if there is one."""
+        """Return the size to begin with: the one that fitted last, if there is one."""
         return self._possible(self._start if fitted is None else fitted, processes)
 
     def after(self, size: int, processes: int) -> int:
-        """The size to try when one did not fit; 0 if there is none."""
+        """Return the size to try when one did not fit; 0 if there is none."""
         smaller = self._reduce(size)
         if isinstance(smaller, bool) or not isinstance(smaller, int) or smaller >= size:
             raise ConfigError(
@@ -72,7 +72,7 @@ class BatchSizeSchedule:
         return self._possible(smaller, processes) if smaller > 0 else 0
 
     def _possible(self, size: int, processes: int) -> int:
-        """The largest size from this one downwards that makes up the effective batch size."""
+        """Return the largest size from this one downwards that makes up the effective batch size."""
         if self._effective is None:
             return size
         share, rest = divmod(self._effective, processes)
@@ -89,12 +89,8 @@ def _check_positive_int(name: str, value: int) -> None:
         raise ConfigError(f"{name}={value!r} cannot be used: batch sizes are whole numbers from 1; write e.g. 128")
 
 
-def _halve(size: int) -> int:
-    return size // 2
-
-
 def _with_present_size(reduce: Callable[..., int]) -> Callable[[int], int]:
-    """The user's function as one of the present size; one that needs no argument keeps its own count, and is called without."""
+    """Return the user's function as one of the present size; one that needs no argument keeps its own count, and is called without."""
     if not callable(reduce):
         raise ConfigError(f"reduce_batch_size_fn={reduce!r} is not a function: write e.g. lambda size: int(size * 0.9)")
     signature = inspect.signature(reduce)
@@ -126,7 +122,7 @@ def find_executable_batch_size(
     *,
     effective_batch_size: int | None = None,
 ) -> Callable[..., Any]:
-    """Decorator: calls `function(batch_size, ...)` with a smaller batch size until it does not run out of memory.
+    """Decorate a function so that it is called with smaller batch sizes until it does not run out of memory.
 
     The size is halved, or what `reduce_batch_size_fn` says: a function of the present size, or one without arguments that keeps its
     own count. With `effective_batch_size` the function is called as `function(batch_size, gradient_accumulation_steps, ...)`, and
@@ -151,14 +147,14 @@ def find_executable_batch_size(
     >>> train()
     (12, 8)
     """
-    settings = {
-        "starting_batch_size": starting_batch_size,
-        "reduce_batch_size_fn": reduce_batch_size_fn,
-        "effective_batch_size": effective_batch_size,
-    }
     sizes = BatchSizeSchedule(starting_batch_size, reduce_batch_size_fn, effective_batch_size)
     if function is None:
-        return functools.partial(find_executable_batch_size, **settings)  # type: ignore[arg-type]
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+            effective_batch_size=effective_batch_size,
+        )
     if not callable(function):
         raise TypeError(
             f"{_OPERATION}({function!r}) needs the function that is to be called: to set the size, write starting_batch_size={function!r}"
@@ -167,7 +163,7 @@ def find_executable_batch_size(
 
 
 def _decorated(function: Callable[..., Any], sizes: BatchSizeSchedule) -> Callable[..., Any]:
-    """The function without the parameters that are filled in; it remembers the size that fitted last."""
+    """Return the function without the parameters that are filled in; it remembers the size that fitted last."""
     signature = inspect.signature(function)
     given = _check_parameters(function, signature, sizes.names)
     fitted: int | None = None
@@ -197,7 +193,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _check_parameters(function: Callable[..., Any], signature: inspect.Signature, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the parameters that are filled in; an error if the function has no place for them."""
+    """Return the names of the parameters that are filled in; raise if the function has no place for them."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = [name for name, parameter in signature.parameters.items() if parameter.kind in positional]
     first = next(iter(signature.parameters), None)
@@ -218,7 +214,7 @@ def _check_parameters(function: Callable[..., Any], signature: inspect.Signature
 def _check_arguments(
     function: Callable[..., Any], signature: inspect.Signature, given: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """An error for a call that passes what is filled in, or that the function could not take."""
+    """Raise for a call that passes what is filled in, or that the function could not take."""
     passed = [name for name in given if name in kwargs]
     try:
         if passed:
@@ -264,7 +260,7 @@ class _Search:
         return self._runtime.process.world_size > 1
 
     def attempt(self, size: int, function: Callable[[], Any]) -> _Attempt:
-        """Calls the function, and gives back how that went on all processes; errors that are not about memory are raised."""
+        """Call the function, and return how that went on all processes; errors that are not about memory are raised."""
         self._tried.append(size)
         own = self._call(function)
         if not own.fits:
@@ -281,22 +277,19 @@ class _Search:
                 _empty_frames(error)
                 return _Attempt(fits=False, text=_one_line(error), cause=error, alive=alive)
             if not self._is_called_away(error):
-                self._hint()
+                if self._ended_after is not None:
+                    _logger.warning(
+                        "the process group had to be ended when batch size %s of %s did not fit: if the error that follows is about it, "
+                        "build and prepare the model inside of the function",
+                        self._ended_after,
+                        self._name,
+                    )
                 raise
             _empty_frames(error)
             return _Attempt(fits=False)
 
-    def _hint(self) -> None:
-        if self._ended_after is not None:
-            _logger.warning(
-                "the process group had to be ended when batch size %s of %s did not fit: if the error that follows is about it, "
-                "build and prepare the model inside of the function",
-                self._ended_after,
-                self._name,
-            )
-
     def reduce(self, size: int, next_size: int, attempt: _Attempt) -> None:
-        """Says that a size did not fit; an error if there is none left."""
+        """Log that a size did not fit; raise if there is none left."""
         if next_size < 1:
             tried = ", ".join(map(str, self._tried))
             raise StateError(
@@ -304,8 +297,8 @@ class _Search:
                 "Use a smaller model or sample, activation checkpointing, or a device with more memory"
             ) from attempt.cause
         if self._runtime.process.is_main:
-            told = (size, attempt.text, next_size, attempt.alive)
-            _logger.warning("batch size %s did not fit (%s); trying %s. When memory ran out: %s", *told)
+            text = "batch size %s did not fit (%s); trying %s. When memory ran out: %s"
+            _logger.warning(text, size, attempt.text, next_size, attempt.alive)
 
     # -- several processes ----------------------------------------------------------------------------------------
 
@@ -315,25 +308,25 @@ class _Search:
         return f"{self._name}, try {len(self._tried)} with batch size {self._tried[-1]}"
 
     def _is_called_away(self, error: Exception) -> bool:
-        """Whether this error is how this process hears that the batch did not fit on another one."""
+        """Return whether this error is how this process hears that the batch did not fit on another one."""
         if not self._several or not _is_between_processes(error):
             return False
         return self._runtime.notes.has(self._try, wait=_NOTICE_SECONDS)
 
     def _agree(self, own: _Attempt) -> _Attempt:
-        """The same answer on all processes: whether the batch fitted on all of them."""
-        told = self._exchange(own)
+        """Return the same answer on all processes: whether the batch fitted on all of them."""
+        outcomes = self._exchange(own)
         if own.text:
             self._runtime.notes.take_back(self._try)  # everybody is here, so everybody has seen it
-        if all(fits for fits, *_ in told):
+        if all(fits for fits, *_ in outcomes):
             return own
-        failed = [(rank, text, alive) for rank, (_, text, alive) in enumerate(told) if text][:3]
+        failed = [(rank, text, alive) for rank, (_, text, alive) in enumerate(outcomes) if text][:3]
         texts = "; ".join(f"rank {rank}: {text}" for rank, text, _ in failed)
         alive = "; ".join(f"rank {rank}: {alive}" for rank, _, alive in failed)
         return _Attempt(fits=False, text=texts, cause=own.cause, alive=alive)
 
     def _exchange(self, own: _Attempt) -> list[tuple[bool, str, str]]:
-        """What every process says of its try. Ends the present group if one does not come, and meets the others in the next."""
+        """Return what every process says of its try; if one does not come, end the present group and meet the others in the next."""
         limits, notes = self._runtime.limits, self._runtime.notes
         used = self._runtime.generation if self._runtime.is_open else None
         outcome = "fits" if own.fits else own.text
@@ -343,7 +336,10 @@ class _Search:
             brief = bool(own.text) and self._runtime.generation == used
             waits = replace(limits, timeout=min(_GRACE_SECONDS, limits.timeout)) if brief else limits
             try:
-                return _exchange_outcomes(channel, waits, call, own, patient=not brief)
+                body = Body()
+                body.add(numpy.frombuffer(json.dumps([own.fits, own.text, own.alive]).encode(), dtype=numpy.uint8))
+                with channel.guard(call, waits, patient=not brief) as guarded:
+                    return [tuple(json.loads(data.tobytes())) for data in guarded.exchange(body)]
             except MismatchError:
                 if meeting == _MAX_MEETINGS - 1 or not notes.has(self._try):
                     raise
@@ -362,7 +358,7 @@ class _Search:
         self._ended_after = self._tried[-1]
 
     def _open(self) -> Channel:
-        """The group, opened if it has to be: as patient with those who still work as the exchange itself."""
+        """Return the group, opened if it has to be, as patient with ranks that still work as the exchange itself."""
         limits = self._runtime.limits
         started = time.monotonic()
         while True:
@@ -374,21 +370,12 @@ class _Search:
 
 
 def _is_between_processes(error: BaseException) -> bool:
-    """Whether an error may come from another process: one of ours, or a lost connection of torch's, also as the cause of another."""
+    """Return whether an error may come from another process: one of ours, or a lost connection of torch's, also as the cause of another."""
     if isinstance(error, DistributedOperationException | torch.distributed.DistError):
         return True
     if isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_CONNECTION):
         return True
     return error.__cause__ is not None and _is_between_processes(error.__cause__)
-
-
-def _exchange_outcomes(
-    channel: Channel, limits: Limits, call: CollectiveCall, own: _Attempt, *, patient: bool
-) -> list[tuple[bool, str, str]]:
-    body = Body()
-    body.add(numpy.frombuffer(json.dumps([own.fits, own.text, own.alive]).encode(), dtype=numpy.uint8))
-    with channel.guard(call, limits, patient=patient) as guarded:
-        return [tuple(json.loads(data.tobytes())) for data in guarded.exchange(body)]
 
 
 # -- forgetting a failed try ------------------------------------------------------------------------------------------
@@ -400,13 +387,13 @@ def _one_line(error: BaseException) -> str:
 
 
 def _empty_frames(error: BaseException) -> None:
-    """Empties the frames that an exception, and those behind it, hold: their variables are what keeps the memory."""
+    """Empty the frames that an exception, and those behind it, hold: their variables are what keeps the memory."""
     behind: list[BaseException | None] = [error]
     seen: set[int] = set()
     while behind:
-        entry = behind.pop()
-        if entry is None or id(entry) in seen:
+        present = behind.pop()
+        if present is None or id(present) in seen:
             continue
-        seen.add(id(entry))
-        traceback.clear_frames(entry.__traceback__)
-        behind += [entry.__cause__, entry.__context__, *getattr(entry, "exceptions", ())]
+        seen.add(id(present))
+        traceback.clear_frames(present.__traceback__)
+        behind += [present.__cause__, present.__context__, *getattr(present, "exceptions", ())]

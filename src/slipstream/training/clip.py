@@ -58,33 +58,33 @@ class GradientClipper:
     def unscale(self, optimizer: Any = None) -> None:
         """Divide the gradients of these optimizers (of all, if none is named) by the loss scale, where there is one."""
         chosen = self._optimizers() if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for entry in chosen:
-            if not isinstance(entry, AcceleratedOptimizer):
-                raise TypeError(f"unscale_gradients got a {type(entry).__name__}: pass an optimizer that prepare gave back")
-            entry.unscale()
+        for prepared in chosen:
+            if not isinstance(prepared, AcceleratedOptimizer):
+                raise TypeError(f"unscale_gradients got a {type(prepared).__name__}: pass an optimizer that prepare gave back")
+            prepared.unscale()
 
     def state(self) -> list[dict[str, Any]]:
         """Return the norms of the last updates, which `norm` returns between updates: by the places of the models."""
         places = {id(model): place for place, model in enumerate(self._stepper.models)}
-        known = {key: norm for key, norm in self._last.items() if all(entry in places for entry in key)}
-        return [{"models": [places[entry] for entry in key], "norm": norm.detach()} for key, norm in known.items()]
+        known = {key: norm for key, norm in self._last.items() if all(model in places for model in key)}
+        return [{"models": [places[model] for model in key], "norm": norm.detach()} for key, norm in known.items()]
 
     def check(self, state: Any) -> None:
         """Raise unless this is what `state` returns, of models that are prepared here; change nothing."""
         count = len(self._stepper.models)
-        for entry in state if isinstance(state, list) else [None]:
-            places, norm = (entry.get("models"), entry.get("norm")) if isinstance(entry, dict) else (None, None)
+        for saved in state if isinstance(state, list) else [None]:
+            places, norm = (saved.get("models"), saved.get("norm")) if isinstance(saved, dict) else (None, None)
             fits = isinstance(places, list) and all(type(place) is int and 0 <= place < count for place in places)
             if not fits or not isinstance(norm, torch.Tensor) or norm.ndim:
                 raise ConfigError(
-                    f"this is no state of clipping for {count} prepared models: {str(entry)[:80]}; pass what its state() gave"
+                    f"this is no state of clipping for {count} prepared models: {str(saved)[:80]}; pass what its state() gave"
                 )
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         """Restore the saved norms, which count until there is an update."""
         self.check(state)
         models = self._stepper.models
-        self._last = {tuple(id(models[place]) for place in entry["models"]): entry["norm"] for entry in state}
+        self._last = {tuple(id(models[place]) for place in saved["models"]): saved["norm"] for saved in state}
 
     def _complete(self, parameters: list[torch.Tensor], models: list[PreparedModel]) -> bool:
         """Return whether these gradients make an update now; if so, they are unscaled and shown to `before`."""

@@ -26,7 +26,7 @@ _INDICES, _VALUES = "::indices", "::values"
 
 
 def _named_parameters(models: Sequence[torch.nn.Module | None]) -> dict[str, torch.nn.Parameter]:
-    """Parameters by the place of their model and their name, compiled or not."""
+    """Return parameters by the place of their model and their name, compiled or not."""
     return {
         f"{place}.{name.replace('_orig_mod.', '')}": parameter
         for place, model in enumerate(models)
@@ -36,7 +36,7 @@ def _named_parameters(models: Sequence[torch.nn.Module | None]) -> dict[str, tor
 
 
 def collect_gradients(models: Sequence[torch.nn.Module | None]) -> dict[str, torch.Tensor]:
-    """The gradients that are there, of the models that are given; the tensors themselves, not copies.
+    """Return the gradients that are there, of the models that are given; the tensors themselves, not copies.
 
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> model(torch.ones(1, 2)).sum().backward()
@@ -56,7 +56,7 @@ def collect_gradients(models: Sequence[torch.nn.Module | None]) -> dict[str, tor
 
 
 def check_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, torch.Tensor] | None) -> None:
-    """Raises unless these are gradients of these models."""
+    """Raise unless these are gradients of these models."""
     if gradients is None:
         return
     if not isinstance(gradients, Mapping) or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
@@ -85,7 +85,7 @@ def check_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, t
 
 
 def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, torch.Tensor] | None) -> None:
-    """Puts gradients back; every other parameter of these models has none afterwards."""
+    """Restore gradients; every other parameter of these models has none afterwards."""
     check_gradients(models, gradients)
     given = gradients or {}
     for name, parameter in _named_parameters(models).items():
@@ -99,7 +99,7 @@ def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, tor
 
 
 def mean_gradients(ranks: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float] | None = None) -> dict[str, torch.Tensor]:
-    """The mean over ranks; a rank without a gradient counts as zero. `weights` multiplies those of each rank.
+    """Return the mean over ranks; a rank without a gradient counts as zero. `weights` multiplies those of each rank.
 
     >>> mean_gradients([{"0.weight": torch.tensor([1.0])}, {"0.weight": torch.tensor([2.0]), "0.bias": torch.tensor([4.0])}])
     {'0.weight': tensor([1.5000]), '0.bias': tensor([2.])}
@@ -141,7 +141,7 @@ SavedLoop = tuple[Mapping[str, Any], "Mapping[str, torch.Tensor] | None"]
 
 
 def check_loop_state(state: Any, models: Sequence[str]) -> None:
-    """Raises unless this is a state of windows of so many models."""
+    """Raise unless this is a state of windows of so many models."""
     if not isinstance(state, Mapping) or set(state) != _STATE_KEYS or not isinstance(state["windows"], list | tuple):
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigError(
@@ -163,7 +163,7 @@ def check_loop_state(state: Any, models: Sequence[str]) -> None:
 def redistribute_loop_state(
     saved: Sequence[SavedLoop], *, saved_by: int, world_size: int, batch_ratio: float = 1.0
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    """What every one of `world_size` ranks begins with, of what `saved_by` ranks (or those of them that are here) saved.
+    """Return what every one of `world_size` ranks begins with, of what `saved_by` ranks (or those of them that are here) saved.
 
     `batch_ratio` is how many full batches of all ranks, as they are now, one of the saved run is: samples of a batch then, over now. The
     place in an open window is rounded down to whole batches as they are now: a loader that goes on in between hands out a short one first.
@@ -172,7 +172,7 @@ def redistribute_loop_state(
     >>> closing = window.begin(4, None), window.begin(4, None), window.add_mean()
     >>> state = {"windows": [window.state()], "sync_gradients": False, "loose": False}
     >>> gradients = [{"0.weight": torch.tensor([1.0])}, {"0.weight": torch.tensor([3.0])}]
-    >>> begun, mean = redistribute_loop_state([(state, one) for one in gradients], saved_by=2, world_size=1, batch_ratio=2.0)
+    >>> begun, mean = redistribute_loop_state([(state, own) for own in gradients], saved_by=2, world_size=1, batch_ratio=2.0)
     >>> begun["windows"][0]["index"], begun["windows"][0]["expected"], mean
     (4, 8.0, {'0.weight': tensor([2.])})
     """
@@ -198,7 +198,7 @@ def redistribute_loop_state(
 def _redistribute_window(
     ranks: Sequence[Mapping[str, Any]], saved_by: int, world_size: int, ratio: float
 ) -> tuple[dict[str, Any], list[float]]:
-    """The window of one model for every new rank, and what the gradients of each old rank are multiplied with before the mean."""
+    """Return the window of one model for every new rank, and what the gradients of each old rank are multiplied with before the mean."""
     first = dict(ranks[0])
     same = [1.0] * len(ranks)
     if first["closing"]:

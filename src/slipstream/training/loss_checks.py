@@ -148,7 +148,7 @@ def _is_unmatched(accumulation: Accumulation, state: GradientState) -> bool:
     last = accumulation.batch
     if last is not None and last.loader_pass is state.metrics.finished_pass:
         return accumulation.worked_on < last.loader_pass.handed
-    return accumulation.is_open and accumulation.passes != state.passes
+    return not accumulation.closing and accumulation.passes != state.passes
 
 
 def check_weight(weight: Any) -> float:
@@ -165,6 +165,7 @@ def _is_divided_by(loss: torch.Tensor, steps: float) -> bool:
     name = node.name() if node is not None else ""
     if name not in ("DivBackward0", "MulBackward0"):
         return False
+    # torch internals: the divisor that autograd saved (torch 2.13); without it there is no warning. See tests/training/test_gradients.py.
     other = getattr(node, "_saved_other", None)
     if other is None or other.numel() != 1:
         return False

@@ -29,6 +29,7 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
     return recursively_apply(lambda tensor: tensor.to(device), state)
 
 
+# torch internals: whether a profiler runs (torch 2.13); there is no public way to ask. tests/observability/test_profiler.py notices.
 _is_profiled = torch._C._autograd._profiler_enabled
 
 
@@ -209,11 +210,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """For optimizers with a mode of their own (schedule-free ones); nothing for others."""
+        """Switch an optimizer that has modes (schedule-free ones) to training."""
         self._mode("train")
 
     def eval(self) -> None:
-        """For optimizers with a mode of their own (schedule-free ones); nothing for others."""
+        """Switch an optimizer that has modes (schedule-free ones) to evaluation."""
         self._mode("eval")
 
     def _mode(self, name: str) -> None:

@@ -78,7 +78,7 @@ class AcceleratedScheduler:
         raise TypeError("a prepared scheduler cannot be copied or pickled: copy its state_dict(), or the scheduler inside (.scheduler)")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Moves on, if the optimizers have made an update with this batch."""
+        """Move on, if the optimizers have made an update with this batch."""
         way = self._way or self._find_way()
         optimizer = way.optimizer
         if optimizer is not None:
@@ -104,7 +104,7 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _is_over(self) -> bool:
-        """Whether several moves per update have used up a schedule that raises beyond its end."""
+        """Return whether several moves per update have used up a schedule that raises beyond its end."""
         total = getattr(self.scheduler, "total_steps", None)
         return total is not None and self.scheduler.last_epoch + 1 >= total
 
@@ -134,23 +134,23 @@ class AcceleratedScheduler:
         return f"AcceleratedScheduler({self.scheduler!r})"
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates in use."""
+        """Return the learning rates in use."""
         rates: list[Any] = self.scheduler.get_last_lr()
         return rates
 
     def get_lr(self) -> Any:
-        """See the scheduler's own."""
+        """Return what the scheduler's own `get_lr` returns."""
         return self.scheduler.get_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """See the scheduler's own."""
+        """Call the scheduler's own `print_lr`."""
         self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's scheduler."""
+        """Return the state of the user's scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state into the user's scheduler."""
+        """Load a state into the user's scheduler."""
         self.scheduler.load_state_dict(state_dict)

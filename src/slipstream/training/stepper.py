@@ -297,14 +297,16 @@ class Stepper:
             if not self.models:
                 raise StateError("accumulate() without a prepared model: call prepare(model, ...) first")
             return self.models
-        records = [self.find(model) for model in models]
-        for model, record in zip(models, records, strict=True):
+        records = []
+        for model in models:
+            record = self.find(model)
             if record is None:
                 raise StateError(
                     f"accumulate got a {type(model).__name__} that was not prepared by this Accelerator: "
                     "write `model = accelerator.prepare(model)` first, and pass what it gives back"
                 )
-        return [record for record in records if record is not None]
+            records.append(record)
+        return records
 
     # -- backward -------------------------------------------------------------------------------------------------
 
