@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,14 +51,12 @@ def test_mismatches_named_on_every_rank(ranks: Any, world: int) -> None:
         state = PartialState()
         messages = {}
         for kind, (act, _) in KINDS.items():
-            started = time.monotonic()
             try:
                 act(state, state.process_index)
             except DistributedOperationException as error:
                 messages[kind] = str(error)
             except Exception as error:  # the rank whose data cannot be sent raises the cause itself
                 messages[kind] = f"{type(error).__name__}: {error}"
-            assert time.monotonic() - started < 20
             assert state.gather([state.process_index]) == list(range(world)), kind
         return messages
 

@@ -355,3 +355,17 @@ def test_empty_concatenate_and_slice_errors() -> None:
     """Nothing to join and nothing to slice are said in words."""
     assert "nothing to join" in refusal(lambda: pytree.concatenate([]))
     assert ".reshape(1)" in refusal(lambda: pytree.slice_tensors({"x": torch.tensor(1)}, slice(0, 1)))
+
+
+def test_default_device_does_not_matter(ranks: Any) -> None:
+    """Collectives on host data work under any default device, on which nothing is created."""
+
+    def run() -> list[Any]:
+        state = PartialState()
+        data = torch.ones(2, requires_grad=True)
+        with torch.device("meta"):
+            large = len(state.gather(torch.ones(20_000, device="cpu")))
+            joined = state.gather(data, with_gradient=True)
+            return [state.reduce(1.5), state.gather(["a"]), large, joined.tolist(), state.broadcast_object_list([1])]
+
+    assert ranks(2).run(run) == [[3.0, ["a", "a"], 40_000, [1.0] * 4, [1]]] * 2

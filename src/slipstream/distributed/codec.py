@@ -422,5 +422,5 @@ def _check_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def convert_number(leaf: Any) -> Any:
     """Return Python and numpy numbers as tensors without dimensions, and everything else as it is."""
     if isinstance(leaf, (bool, int, float, complex, numpy.number, numpy.bool_)):
-        return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+        return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None, device="cpu")
     return leaf

@@ -542,7 +542,7 @@ def gather_with_gradient(channel: Channel, limits: Limits, data: Any) -> Any:
 class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channel: Channel, limits: Limits, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = torch.tensor([[leaf.shape[0] if leaf.dim() else 1 for leaf in leaves]])
+        rows = torch.tensor([[leaf.shape[0] if leaf.dim() else 1 for leaf in leaves]], device="cpu")
         wanted = "".join("1" if needed else "0" for needed in ctx.needs_input_grad[2:])
         everyone, joined = gather(
             channel, limits, (rows, list(leaves)), operation="gather with gradient", condition=f" with requires_grad {wanted}"

@@ -160,8 +160,12 @@ def synchronize_rng_states(
         raise announce_failure(runtime.channel(), runtime.limits, operation, error) from None
     if runtime.process.world_size == 1 or not kinds:
         return
-    own = _capture_rng_states(kinds, generator, families) if runtime.process.is_main else [None] * len(kinds)
-    states = collectives.broadcast_objects(runtime.channel(), runtime.limits, own, operation=operation)
+    captured: dict[str, Any] = {}
+    if runtime.process.is_main:
+        captured = rng.capture([kind for kind in kinds if kind != RNGType.GENERATOR], families=families)
+        if generator is not None and RNGType.GENERATOR in kinds:
+            captured[RNGType.GENERATOR] = generator.get_state()
+    states = _call(collectives.broadcast_objects, [captured.get(kind) for kind in kinds], operation=operation)
     if not runtime.process.is_main:
         _restore_rng_states(kinds, states, generator, families)
 
@@ -178,13 +182,6 @@ def _check_rng_kinds(kinds: Sequence[str], generator: torch.Generator | None, fa
                 raise ConfigError(f"random state {kind!r} was asked for, but there is no such device here: write {here} or generator")
         elif kind not in _HOST_KINDS:
             raise ConfigError(f"random state {kind!r} is not one of {', '.join((*_HOST_KINDS, *devices))} and generator")
-
-
-def _capture_rng_states(kinds: Sequence[str], generator: torch.Generator | None, families: tuple[Family, ...]) -> list[Any]:
-    return [
-        generator.get_state() if kind == RNGType.GENERATOR and generator is not None else rng.capture([kind], families=families)[kind]
-        for kind in kinds
-    ]
 
 
 def _restore_rng_states(

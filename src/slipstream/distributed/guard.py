@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from slipstream.observability.timing.meter import Meter
 
 __all__ = [
-    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Headers", "Limits", "SingleProcessChannel", "align",
+    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "SingleProcessChannel", "align",
     "announce_failure", "check_rank", "explain_mismatch", "make_call", "wait_in_slices",
 ]
 
 
 _MAGIC = 0x534C5031
+_MAGIC_SIZE = 4
 _AGREED = 28
 """The bytes at the beginning that have to be the same on all ranks."""
 _LENGTH_AT = 32
@@ -71,29 +72,6 @@ class CollectiveCall:
         48
         """
         return HEADER_LAYOUT.pack(_MAGIC, sequence, _agreement_digest(f"{self.operation}\n{self.agreement}"), body_length, inline)
-
-
-class Headers:
-    """The headers of all ranks, as they stand at the beginning of their frames."""
-
-    def __init__(self, frames: Sequence[bytearray], rank: int) -> None:
-        self._raw = frames
-        self._own = frames[rank]
-        if any(raw[:4] != self._own[:4] for raw in frames):
-            raise ValueError("another process sent something that is not a header: are all of them on the same version of slipstream?")
-
-    def agree(self) -> bool:
-        """Whether every rank is in the same call, with everything in it that has to be the same."""
-        own = self._own[:_AGREED]
-        return all(raw[:_AGREED] == own for raw in self._raw)
-
-    def all_inline(self) -> bool:
-        """Whether every body came with its header."""
-        return all(raw[_LENGTH_AT : _LENGTH_AT + 8] == raw[INLINE_AT : INLINE_AT + 8] for raw in self._raw)
-
-    def body_lengths(self) -> list[int]:
-        """Return how many bytes each rank has to send besides its header."""
-        return [int.from_bytes(raw[_LENGTH_AT : _LENGTH_AT + 8], "little") for raw in self._raw]
 
 
 _EMPTY_ADVICE: Final = (
@@ -370,12 +348,15 @@ class _GroupCall(GuardedCall):
         """Send the header, and the body behind it if it fits; bodies that do not fit follow in one collective."""
         channel = self._channel
         frames = self._send(body, channel.transport.room_of_one if sender == channel.rank else channel.room)
-        headers = Headers(frames, channel.rank)
-        if not headers.agree():
+        own = frames[channel.rank]
+        if any(frame[:_MAGIC_SIZE] != own[:_MAGIC_SIZE] for frame in frames):
+            raise ValueError("another process sent something that is not a header: are all of them on the same version of slipstream?")
+        if any(frame[:_AGREED] != own[:_AGREED] for frame in frames):
             self._raise_mismatch()
-        if headers.all_inline():
+        if all(frame[_LENGTH_AT:INLINE_AT] == frame[INLINE_AT:HEADER_SIZE] for frame in frames):
             return [numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:] for frame in frames]
-        return self._exchange_bodies(body, headers.body_lengths(), sender, receiver)
+        lengths = [int.from_bytes(frame[_LENGTH_AT:INLINE_AT], "little") for frame in frames]
+        return self._exchange_bodies(body, lengths, sender, receiver)
 
     def _send(self, body: Body, room: int) -> list[bytearray]:
         inline = body.length if body.length <= room else 0

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+# torch internals: the stubs of torch.distributed do not export these classes (torch 2.13); mypy notices when they do.
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 

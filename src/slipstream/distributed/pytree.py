@@ -287,24 +287,18 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
     {'x': tensor([1.]), 'ids': [1, 2]}
     """
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
-    if not skipped:
-        return _send(tensor, device, non_blocking)
-    if isinstance(tensor, Mapping) or is_dataclass_instance(tensor):
-        pairs = children(tensor)
-        return rebuild(tensor, [value if key in skipped else send_to_device(value, device, non_blocking, skipped) for key, value in pairs])
-    if is_node(tensor):
-        return rebuild(tensor, [send_to_device(value, device, non_blocking, skipped) for _, value in children(tensor)])
-    return _send(tensor, device, non_blocking)
 
+    def move(data: Any) -> Any:
+        if isinstance(data, torch.Tensor):
+            return data.to(device, non_blocking=non_blocking)
+        is_sequence = isinstance(data, (list, tuple))
+        mover = None if is_sequence or isinstance(data, type) else getattr(data, "to", None)
+        if is_node(data) and (skipped or not callable(mover)):
+            pairs = children(data)
+            return rebuild(data, [value if not is_sequence and key in skipped else move(value) for key, value in pairs])
+        return mover(device) if callable(mover) else data
 
-def _send(data: Any, device: Any, non_blocking: bool) -> Any:
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(device, non_blocking=non_blocking)
-        mover = getattr(leaf, "to", None)
-        return mover(device) if callable(mover) and not isinstance(leaf, type) else leaf
-
-    return map_leaves(move, data, lambda node: not isinstance(node, (list, tuple)) and callable(getattr(node, "to", None)))
+    return move(tensor)
 
 
 def get_data_structure(data: Any) -> Any:

@@ -83,7 +83,7 @@ _OTHERS: Final = "other tensors"
 
 @dataclass(frozen=True)
 class AliveTensors:
-    """Tensors that are alike: one, if it has a name."""
+    """A named tensor, or all unnamed tensors that are alike."""
 
     name: str | None
     kind: str
@@ -98,13 +98,13 @@ class AliveTensors:
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What was alive at one moment. As text it is a short table; `write` keeps all of it."""
+    """The tensors that were alive at one moment. As text it is a short table; `write` stores all of it."""
 
     rank: int
     host: str
     time: float
     tensors: int
-    """How many pieces of memory belong to tensors."""
+    """The number of storages."""
     total: int
     """Their bytes, on all devices."""
     by_device: dict[str, int]
@@ -167,7 +167,7 @@ class MemorySnapshot:
 
 
 def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = None) -> MemorySnapshot:
-    """Return what tensors are alive in this process now; `count` is how many entries are listed.
+    """Return the tensors that are alive in this process; `count` is how many rows are listed.
 
     Parameters, buffers, gradients and states of optimizers that were prepared have their names; `names` gives others, as
     `named_tensors(models, optimizers)` makes them.
@@ -201,7 +201,7 @@ def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = No
 
 @dataclass
 class _Storage:
-    """A piece of memory that tensors look at."""
+    """A storage that one or more tensors share."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -216,7 +216,7 @@ class _Storage:
 
 
 def _find_storages(named: Iterable[NamedTensor]) -> list[_Storage]:
-    """Return every piece of memory once; named tensors first, as what they are called counts."""
+    """Return each storage once; named tensors first, so that their names count."""
     found: dict[tuple[str, int], _Storage] = {}
     for kind, name, whole in named:
         for tensor in _inner_tensors(whole):
@@ -231,7 +231,7 @@ def _find_storages(named: Iterable[NamedTensor]) -> list[_Storage]:
 
 
 def _inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """Return a tensor that is made of others (sharded, quantised), as those."""
+    """Return the inner tensors of a sharded or quantised one, or the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -243,7 +243,7 @@ def _inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _add_storage(found: dict[tuple[str, int], _Storage], tensor: torch.Tensor) -> _Storage | None:
-    """Return the memory behind a tensor; None for one that has none, or is of a kind that does not say."""
+    """Return the storage of a tensor; None if it has none or does not reveal it."""
     try:
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" or not storage.nbytes():  # of fakes too
@@ -258,7 +258,7 @@ def _add_storage(found: dict[tuple[str, int], _Storage], tensor: torch.Tensor) -
 
 
 def _group_alike(blocks: Iterable[_Storage]) -> list[AliveTensors]:
-    """Return those with a name one by one, the others by what they look like."""
+    """Return named tensors one by one, the others grouped by shape, dtype and device."""
     groups: dict[Any, list[_Storage]] = {}
     for block in blocks:
         groups.setdefault((block.name, block.kind, block.shape, block.dtype, block.device, block.bytes), []).append(block)
@@ -291,11 +291,11 @@ class MemoryWatch:
 
     @property
     def has_owner(self) -> bool:
-        """Whether whoever knows the names is still there."""
+        """Whether the owner of the names is still alive."""
         return self._names() is not None
 
     def named(self) -> Iterator[NamedTensor]:
-        """Return the tensors that have names; none once their owner is gone."""
+        """Return the named tensors; none once their owner is gone."""
         names = self._names()
         if names is not None:
             yield from names()
@@ -342,7 +342,7 @@ def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _OnSnapsho
 
 
 class FailureHook:
-    """A `sys.excepthook` that looks at an error before the one that was there shows it."""
+    """A `sys.excepthook` that examines an error before the previous hook shows it."""
 
     def __init__(self, previous: Callable[..., Any]) -> None:
         self.previous = previous
@@ -407,5 +407,5 @@ def _report_snapshot(error: BaseException) -> None:
 
 
 def _hold_weakly(function: Any) -> Callable[[], Any]:
-    """Return a function as it is, and a method by a weak reference to its object: both asked by a call."""
+    """Return a callable that returns the function, or the method while its object is alive."""
     return weakref.WeakMethod(function) if inspect.ismethod(function) else lambda: function

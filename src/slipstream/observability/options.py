@@ -21,7 +21,7 @@ __all__ = ["GuardKwargs", "LedgerKwargs", "ON_NAN", "PROFILE_PATTERN_NAME", "Pro
 
 
 ON_NAN = ("warn", "skip", "raise", "off")
-"""What can be done about a loss or a gradient that is not finite."""
+"""What to do about a loss or a gradient that is not finite."""
 
 
 @dataclass
@@ -35,22 +35,22 @@ class GuardKwargs(KwargsHandler):
     """
 
     on_nan: str = "warn"
-    """"warn": said once in a while, nothing is looked at in a step. "skip": such an update is left out. "raise": it is an error. "off"."""
+    """"warn": report it; nothing is checked inside of a step. "skip": skip such updates. "raise": raise an error. "off": do nothing."""
     loss_spike: float | None = 10.0
-    """How many times its usual deviation a loss may rise above its recent median; None for any."""
+    """How many deviations a loss may rise above its recent median; None for no check."""
     drift_every: int | None = 1000
-    """After how many updates at the latest the weights of the replicas are compared again; None for never.
+    """The largest number of updates between two comparisons of the replicas' weights; None for no comparison.
 
     They are compared after updates 1, 2, 4, 8, ..., from then on after so many, in checkpoints, and at the end of training."""
     starving: float | None = 0.3
-    """Which share of the time a step may wait for data; None for any."""
+    """The share of the time that steps may wait for data; None for no check."""
     straggler: float | None = 0.3
-    """Which share of the time processes may wait for one that is always the last; None for any."""
+    """The share of the time that processes may wait for a straggler; None for no check."""
     schedule: bool = True
-    """Whether a learning rate that has come to its end while training goes on is told."""
+    """Whether to report a learning rate that has reached its end while training continues."""
 
     same_batches: bool = True
-    """Whether processes that train on the same batches, as a loader that was not prepared gives them, are told."""
+    """Whether to report processes that train on the same batches, as with a loader that was not prepared."""
 
     def __post_init__(self) -> None:
         if self.on_nan not in ON_NAN:
@@ -77,17 +77,17 @@ class GuardKwargs(KwargsHandler):
 
     @classmethod
     def off(cls) -> GuardKwargs:
-        """Nothing is watched."""
+        """Return options with every check off."""
         return cls(on_nan="off", loss_spike=None, drift_every=None, starving=None, straggler=None, schedule=False, same_batches=False)
 
     @property
     def watches(self) -> bool:
-        """Whether anything is watched."""
+        """Whether any check is on."""
         return self != GuardKwargs.off()
 
     @property
     def strict(self) -> bool:
-        """Whether gradients are looked at before each update."""
+        """Whether gradients are checked before each update."""
         return self.on_nan in ("skip", "raise")
 
 
@@ -108,7 +108,7 @@ class LedgerKwargs(KwargsHandler):
     enabled: bool = True
     """Whether there is a ledger at all. Without one a step makes no marks."""
     interval: float = 1.0
-    """Seconds after which steps are added up and told to rank 0. Beyond 16 processes it grows with their number."""
+    """Seconds between two reports to rank 0. Beyond 16 processes it grows with their number."""
     flops_per_sample: float | None = None
     """Floating-point operations of forward and backward for one sample, where they are known."""
     count_flops: bool = False
@@ -180,11 +180,11 @@ class ProfileKwargs(KwargsHandler):
             raise ConfigError(f"ProfileKwargs(on_trace_ready={self.on_trace_ready!r}) is not a function: write one that takes the profiler")
 
     def build(self) -> profile:
-        """Torch's profiler, to be entered with `with`."""
+        """Return torch's profiler, to be entered with `with`."""
         return self.building(self.on_trace_ready)
 
     def building(self, on_trace_ready: Callable[..., Any] | None) -> profile:
-        """Return the same with another function to call when a recording ends."""
+        """Return torch's profiler with another function to call when a recording ends."""
         return profile(
             activities=None
             if self.activities is None

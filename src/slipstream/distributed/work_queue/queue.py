@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+# torch internals: the stubs of torch.distributed do not export it (torch 2.13); mypy notices when they do.
 from torch._C._distributed_c10d import PrefixStore
 
 from slipstream.distributed.heartbeat import process_state

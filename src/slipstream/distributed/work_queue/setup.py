@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+# torch internals: the stubs of torch.distributed do not export it (torch 2.13); mypy notices when they do.
 from torch._C._distributed_c10d import HashStore
 
 from slipstream.distributed.guard import Channel, Limits

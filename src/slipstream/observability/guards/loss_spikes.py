@@ -52,7 +52,7 @@ class _Bounds:
 
 @dataclass
 class _Rise:
-    """Values that are up, since one was."""
+    """A stretch of raised values."""
 
     first: int
     usual: str
@@ -80,7 +80,7 @@ class _Rise:
 
 
 class LossSpikeGuard:
-    """Watches one loss curve.
+    """Checks one loss curve.
 
     >>> spikes = LossSpikeGuard(limit=10.0)
     >>> found = [spikes.look(step, 2.0 + 0.1 * (step % 7)) for step in range(200)]
@@ -104,7 +104,7 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         self._rise: _Rise | None = None
 
     def look(self, step: int, loss: float) -> GuardFinding | None:
-        """Take the next loss in; what is wrong with it, if something is. Values that are not finite are another guard's."""
+        """Add a loss; return a finding if it is a spike. Values that are not finite are ignored."""
         if not math.isfinite(loss):
             return None
         if self._logs and loss <= 0.0:
@@ -128,7 +128,7 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         return None if told is None else self._finding(step, rise, f"the loss jumped to {loss:.4g}{told} ({rise.usual})")
 
     def _judge(self, rise: _Rise, value: float) -> str | None:
-        """Return what is said of a jump; None if it is none, or not yet."""
+        """Return the end of the message for a spike; None if this is none, or not yet."""
         if value > self._bounds.far or (rise.high_in_a_row >= 2 and rise.steps <= _RISE_STEPS):
             return ""
         if rise.steps < self._bounds.stays or rise.is_over:
@@ -168,7 +168,7 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         self._bounds = _Bounds(max(middle + low, least), max(middle + high, least), max(middle + far, least))
 
     def _times(self, factor: float) -> float:
-        """Return how far above the median so many times it is."""
+        """Return the distance from the median to `factor` times it."""
         return math.log(factor) if self._logs else (factor - 1.0) * abs(self._middle)
 
     def _leave_logarithms(self) -> None:

@@ -88,7 +88,7 @@ def to_floats(values: Sequence[Any]) -> list[float]:
 
 
 class BackwardOrder:
-    """In which order the gradients of a model come, found out in its first backward pass.
+    """Records the order of a model's gradients in its first backward pass.
 
     It holds names alone, so that it keeps no model alive.
 
@@ -108,7 +108,7 @@ class BackwardOrder:
         ]
 
     def end(self) -> None:
-        """Stop listening, once there is something known."""
+        """Remove the hooks once the order is known."""
         if self._handles and self._came:
             for handle in self._handles:
                 handle.remove()
@@ -143,7 +143,7 @@ _BucketFindings = tuple[list[int], Any]
 
 
 class UpdateGuard:
-    """Looks at updates before they are made; one for each Accelerator."""
+    """Checks gradients before each update."""
 
     def __init__(
         self,
@@ -169,17 +169,17 @@ class UpdateGuard:
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, BackwardOrder] = weakref.WeakKeyDictionary()
         self._streaks: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
         self.skipped = 0
-        """How many updates were left out."""
+        """How many updates were skipped."""
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Listen to the first backward pass of a model, for the order of its parameters."""
+        """Record the order of a model's gradients in its first backward pass."""
         if model not in self._orders:
             self._orders[model] = BackwardOrder(model)
 
     # -- while gradients are made ---------------------------------------------------------------------------------
 
     def look_at_bucket(self, bucket: Any) -> None:
-        """Look at this rank's own gradients before they are averaged. Waits for no device."""
+        """Check this rank's own gradients before they are averaged. Does not wait for the device."""
         buffer = bucket.buffer()
         if buffer.is_cpu and all_finite([buffer]):
             return
@@ -190,7 +190,7 @@ class UpdateGuard:
         self._seen.append(([id(parameter) for parameter in bucket.parameters()], seen))
 
     def before_clipping(self, models: Sequence[PreparedModel]) -> None:
-        """Clipping by a norm that is NaN makes every gradient so: what was there before is noted."""
+        """Record the first non-finite gradient, since clipping by a NaN norm makes every gradient NaN."""
         self._clipped = None
         if self._averaged(models):
             return
@@ -200,7 +200,7 @@ class UpdateGuard:
     # -- before an update -----------------------------------------------------------------------------------------
 
     def refuses(self, optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure: Any) -> bool:
-        """Return whether this update is to be left out; with `on_nan="raise"`, an error instead."""
+        """Return whether to skip this update; with `on_nan="raise"`, raise an error instead."""
         if closure is not None:
             raise ConfigError(
                 f"{type(linked.inner).__name__}.step(closure) with on_nan={'raise' if self._raises else 'skip'!r}: the closure computes "
@@ -310,6 +310,6 @@ class UpdateGuard:
 
 
 def make_scaler_finding(step: int | None, streak: int) -> GuardFinding:
-    """Return what is said of a loss scaler that leaves out update after update."""
+    """Return the finding for a loss scaler that skips update after update."""
     text = f"fp16 has left out {streak} updates in a row, so it is not the loss scale that makes gradients overflow"
     return GuardFinding("nan", step, None, text, f"{_REMEDY}; mixed_precision='bf16' has the range of float32")

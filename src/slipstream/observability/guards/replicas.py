@@ -80,7 +80,7 @@ def next_comparison(updates: int, looks: int, every: int) -> int:
 
 @dataclass(frozen=True)
 class ComparisonPoint:
-    """When weights are compared.
+    """A point of training at which weights are compared.
 
     >>> ComparisonPoint("update 8", "after update 8", 8).key
     'update 8'
@@ -89,7 +89,7 @@ class ComparisonPoint:
     key: str
     """The same on every process that comes to it, and of no other moment."""
     words: str
-    """How it is told."""
+    """The point in words."""
     updates: int
 
 
@@ -157,7 +157,7 @@ _MIN_VALUES = 32
 
 
 class FirstBatchHashes:
-    """Hashes what the first calls of prepared models are given, and hands the hashes on when there are enough."""
+    """Hashes the inputs of the first calls of prepared models, and reports the hashes when there are enough."""
 
     def __init__(self, reads_loader: Callable[[], bool], report: Callable[[bytes], None]) -> None:
         self._reads_loader = reads_loader
@@ -169,12 +169,12 @@ class FirstBatchHashes:
         self._is_over = False
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Look at the calls of a model too."""
+        """Hash the calls of a model too."""
         if not self._is_over:
             self._handles.append(model.register_forward_pre_hook(_InputHook(self), with_kwargs=True))
 
     def look(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Take the inputs of a call in."""
+        """Hash the inputs of a call."""
         if self._is_over or not module.training or not torch.is_grad_enabled():
             return
         if self._reads_loader():
@@ -196,7 +196,7 @@ class FirstBatchHashes:
 
 
 class _InputHook:
-    """What a model holds: in a copy or a pickle of it, something that does nothing."""
+    """The hook that a model holds; a copy or pickle of the model gets one that does nothing."""
 
     def __init__(self, batches: FirstBatchHashes) -> None:
         self._batches = batches
@@ -245,7 +245,7 @@ def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_shared_batches(reports: list[bytes]) -> GuardFinding | None:
-    """Return what is to be said if ranks were given the same batches, by the reports of all ranks.
+    """Return a finding if the reports of all ranks show that some got the same batches.
 
     >>> print(find_shared_batches([b"abc", b"xyz", b"abc"]).text)
     ranks 0 and 2 train on the same batches, so they do the same work: the first 3 batches are equal

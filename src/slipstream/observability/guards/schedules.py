@@ -21,7 +21,7 @@ from slipstream.observability.guards.findings import GuardFinding
 __all__ = ["ScheduleLength", "SchedulePace", "ScheduleGuard", "find_miscounted", "find_unfinished"]
 
 _MIN_UPDATES_AFTER_END = 20
-"""Updates at the least that are made at the end of a schedule before it is told."""
+"""Updates after the end of a schedule before it is reported."""
 _ZERO_SHARE = 1e-7
 """Which share of the highest rate counts as none: the last value of a cosine is not exactly 0."""
 _MIN_DONE_SHARE = 2 / 3
@@ -223,7 +223,7 @@ class SchedulePace:
 
 
 def find_miscounted(pace: SchedulePace) -> GuardFinding | None:
-    """Return what is to be said of a schedule that counts other units than it moves by, as far as that can be known before the end.
+    """Return a finding for a schedule that counts other units than it moves by, as far as that is known before the end.
 
     >>> print(find_miscounted(SchedulePace("LambdaLR", 320, 320, 160, steps=4, processes=2, made_before=True)))
     LambdaLR has 320 steps, as many as 1 pass over the 320 batches that the loader had before prepare; but a pass of the prepared loader \
@@ -277,7 +277,7 @@ def _describe_mismatch(pace: SchedulePace, passes: int, counted: str, *, by_proc
 
 
 def find_unfinished(name: str, total: int, moves: int, updates: int, *, processes: int = 1, steps: int = 1) -> GuardFinding | None:
-    """Return what is to be said of a schedule that is far from its end when training ends.
+    """Return a finding for a schedule that is far from its end when training ends.
 
     >>> print(find_unfinished("OneCycleLR", 320, 80, 80, steps=4))
     step 80: training has ended and OneCycleLR has made 80 of its 320 steps, in 80 updates, so the learning rate is still on its way. What \

@@ -30,7 +30,7 @@ class _RecentIntervals:
         self._seen = 0
 
     def take(self, interval: Mapping[str, Any]) -> bool:
-        """Take an interval in; whether there are enough to say something."""
+        """Add an interval; return whether there are enough to judge."""
         if not interval.get("steps"):
             return False
         self._seen += 1
@@ -41,7 +41,7 @@ class _RecentIntervals:
 
 
 class DataWaitGuard:
-    """Steps that wait for data.
+    """Reports steps that wait for data.
 
     >>> starving = DataWaitGuard(limit=0.3, processors=8)
     >>> interval = {"seconds": 1.0, "last": 50, "steps": 10, "phases": {"data": [0.1, 0.6]}}
@@ -57,7 +57,7 @@ DataLoader(..., num_workers=2, prefetch_factor=4, persistent_workers=True).
         self._recent = _RecentIntervals()
 
     def look(self, interval: Mapping[str, Any], *, workers: int | None = None, pinned: bool = True) -> GuardFinding | None:
-        """Take an interval in. `workers`: how many the loader has, if one is known; `pinned`: whether pinning would bring nothing."""
+        """Add an interval. `workers`: those of the loader, if known; `pinned`: whether pinning memory would not help."""
         if not self._recent.take(interval):
             return None
         seconds = sum(recent["seconds"] for recent in self._recent.last)
@@ -101,7 +101,7 @@ def suggest_workers(step: float, wait: float, workers: int) -> int:
 
 
 class StragglerGuard:
-    """A rank that the others always wait for.
+    """Reports a rank that the others always wait for.
 
     >>> straggler = StragglerGuard(limit=0.3)
     >>> phases = {"waiting": [0.5, 0.0], "forward": [0.2, 0.7], "data": [0.1, 0.1]}
@@ -116,7 +116,7 @@ class StragglerGuard:
         self._recent = _RecentIntervals()
 
     def look(self, interval: Mapping[str, Any]) -> GuardFinding | None:
-        """Take an interval in."""
+        """Add an interval; return a finding if one rank is always the last."""
         last = interval.get("slowest") or []
         if len(last) < 2 or not self._recent.take(interval):
             return None

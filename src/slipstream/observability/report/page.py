@@ -146,7 +146,7 @@ def is_report(start: bytes) -> bool:
 
 
 def _add_labels(views: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs that have one name are told apart by the folders they lie in, and failing that by a number."""
+    """Label runs of the same name by their folder, or else by a number."""
     names = [str(view.get("label") or view.get("name") or "run") for view in views]
     for place, view in enumerate(views):
         label = names[place]
@@ -163,7 +163,7 @@ def _add_labels(views: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _pack_series(series: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a series as base64 of arrays, which is smaller than digits and quicker to read."""
+    """Return a series with its numbers as base64 of arrays, which is smaller than digits and faster to read."""
     steps, times, values = series["steps"], series["times"], series["values"]
     whole = all(isinstance(step, int) and -_INT32_LIMIT <= step < _INT32_LIMIT for step in steps)
     return {
@@ -178,7 +178,7 @@ _DTYPE_PREFIX: Final[Mapping[str, str]] = {"i": "i4:", "f": "f4:", "d": "f8:"}
 
 
 def _pack_numbers(kind: str, values: Sequence[float | None]) -> str:
-    """Little-endian numbers as text; None is no number. Numbers that four bytes hold exactly, as most losses are, take four.
+    """Encode numbers as little-endian base64; None becomes nan. Numbers that float32 holds exactly take four bytes.
 
     >>> _pack_numbers("i", [1, 2])
     'i4:AQAAAAIAAAA='
@@ -195,7 +195,7 @@ def _pack_numbers(kind: str, values: Sequence[float | None]) -> str:
 
 
 def _to_float32_if_exact(numbers: array[float]) -> array[float]:
-    """Return the same numbers in four bytes each, if every one of them survives it; else as they came."""
+    """Return the numbers as float32 if that is exact for all of them, else unchanged."""
     small = array("f", numbers)
     return small if all(single == other or other != other for single, other in zip(small, numbers, strict=True)) else numbers
 
@@ -292,7 +292,7 @@ def _read_views(folders: Iterable[Path], points: int) -> list[dict[str, Any]]:
 
 
 def _embed_images(folder: Path, images: Mapping[str, Sequence[Mapping[str, Any]]], room: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the pictures as data: URIs, the newest of each name first, as long as there is room."""
+    """Return the images as data: URIs, the newest of each name first, while there is room."""
     found = {name: [{"step": shot["step"], "time": shot["time"]} for shot in shots] for name, shots in images.items()}
     ages = sorted((age, name) for name, shots in images.items() for age in range(1, len(shots) + 1))
     with ConfinedFolder(folder) as inside:

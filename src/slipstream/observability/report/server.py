@@ -45,7 +45,7 @@ DEFAULT_PORT: Final = 8377
 _PORTS_TRIED: Final = 50
 _MAX_CONNECTIONS: Final = 128
 _MAX_REFUSED: Final = 32
-"""So many more get an answer that says that there are too many; others are closed at once."""
+"""How many connections beyond the limit get an answer that says so; others are closed at once."""
 _MAX_POINTS: Final = 20_000
 _HEARTBEAT: Final = 15.0
 _TIMEOUT: Final = 30.0
@@ -68,7 +68,7 @@ _DENY_ALL: Final = "default-src 'none'; frame-ancestors 'none'"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine alone.
+    """Return whether only this machine can reach a host address.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("box.example")
     (True, True, True, False, False)
@@ -100,7 +100,7 @@ class ReportServer(ThreadingHTTPServer):
         self.watch = RunWatcher(places, interval=interval, wait=True)
         self.host = host
         self.names = frozenset({host.lower(), "localhost", *(() if is_loopback(host) else (socket.gethostname().lower(),))})
-        """Names of this machine that a request may say."""
+        """Names of this machine that a Host header may have."""
         self._connections: set[socket.socket] = set()
         self._refused: set[socket.socket] = set()
         self._guard = threading.Lock()
@@ -162,7 +162,7 @@ class ReportServer(ThreadingHTTPServer):
     # -- connections ----------------------------------------------------------------------------------------------
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """No more connections at a time than there may be; of those too many, some are told so and the others closed at once."""
+        """Limit the number of connections: some of those beyond it get an answer, others are closed at once."""
         with self._guard:
             if self._closed or len(self._refused) >= _MAX_REFUSED:
                 return False
@@ -172,19 +172,19 @@ class ReportServer(ThreadingHTTPServer):
             return True
 
     def is_refused(self, request: Any) -> bool:
-        """Return whether a connection is one too many."""
+        """Return whether a connection is beyond the limit."""
         with self._guard:
             return request in self._refused
 
     def shutdown_request(self, request: Any) -> None:
-        """A connection is over."""
+        """Forget a connection and close it."""
         with self._guard:
             self._connections.discard(request)
             self._refused.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle of an answer is no error; anything else is shown."""
+        """Ignore clients that disconnect during an answer; show any other error."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -268,7 +268,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse_method  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not told on the terminal."""
+        """Do not log requests."""
 
     # -- who may ask ----------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class WatchedRun:
         """The name of the run, with more words where two runs have one name."""
         self.path = path
         self.identity = _identity(path)
-        """Which folder it is, under whatever name."""
+        """Device and inode of the folder."""
         self._run = Run(path)
         self._lock = threading.Lock()
         self._whole = False
@@ -97,12 +97,12 @@ class WatchedRun:
 
     @contextmanager
     def reading(self) -> Iterator[Run]:
-        """Return the run itself, for as long as the block lasts; nobody else reads it meanwhile."""
+        """Lock the run for the block and give it to the block."""
         with self._lock:
             yield self._run
 
     def info(self) -> dict[str, Any]:
-        """Return what run.json says, as it is to be shown; nothing if it cannot be read."""
+        """Return `Run.told`, or run.json before the first read; empty if it cannot be read."""
         try:
             info = self._run.told() or read_info(self.path)
         except ConfigError:  # it was there a moment ago; its folder is being moved or deleted
@@ -110,12 +110,12 @@ class WatchedRun:
         return {**info, "state": "killed"} if info.get("state") == "running" and is_gone(info) else info
 
     def summary(self) -> dict[str, Any]:
-        """Return what a list of runs says about it."""
+        """Return the fields that a list of runs shows."""
         info = self.info()
         return {"name": self.key, "path": str(self.path), **{name: info.get(name) for name in ("project", "state", "started", "ended")}}
 
     def news(self) -> dict[str, Any] | None:
-        """Read the next block of what is new and gives it back as a message; None if there is nothing more."""
+        """Read the next new block and return it as a message; None if there is nothing new."""
         with self._lock:
             if not self._run.refresh(blocks=1):
                 self._whole = True
@@ -140,7 +140,7 @@ class WatchedRun:
         return {**series.part(places), "count": len(series)}
 
     def _others(self) -> dict[str, Any]:
-        """Return what is told again as a whole when it has changed."""
+        """Return the parts that are sent again as a whole when they change."""
         run = self._run
         found = {"info": run.told(), "config": run.config, "skipped": run.skipped}
         return {**found, "images": self._images(), "tables": dict(run.tables), "texts": dict(run.texts)}
@@ -184,14 +184,14 @@ def _is_new_run(path: Path) -> bool:
 
 
 class Listener:
-    """One page that wants the news. `next` waits for a message; None says that there will be no more."""
+    """The queue of messages for one page."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LENGTH)
         self.ended = False
 
     def put(self, data: bytes) -> bool:
-        """Hand a message over; False if the queue is full, and then this listener has ended."""
+        """Queue a message; return False if the queue is full, which ends this listener."""
         try:
             self._queue.put_nowait(data)
         except queue.Full:
@@ -200,7 +200,7 @@ class Listener:
         return True
 
     def end(self) -> None:
-        """No more messages, not even those in the queue."""
+        """End the stream of messages, including those in the queue."""
         self.ended = True
         try:
             self._queue.put_nowait(None)
@@ -209,7 +209,7 @@ class Listener:
             self._queue.put_nowait(None)
 
     def next(self, seconds: float) -> bytes | None:
-        """Return the next message; an empty one after so many seconds without."""
+        """Return the next message; an empty one after so many seconds, None at the end."""
         try:
             found = self._queue.get(timeout=seconds)
         except queue.Empty:
@@ -255,7 +255,7 @@ class RunWatcher:
             return list(self._runs.values())
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Return what a list of all runs says, the newest that is running first."""
+        """Return the summaries of all runs, the newest that is running first."""
         return [watched.summary() for watched in sort_newest_first(self.runs())]
 
     def run(self, key: str) -> WatchedRun | None:
@@ -264,7 +264,7 @@ class RunWatcher:
             return self._runs.get(key)
 
     def listen(self) -> Listener | None:
-        """Return one more listener; None where there are too many, or it is over."""
+        """Add a listener; return None if there are too many or the watcher has stopped."""
         with self._lock:
             if len(self._listeners) >= _MAX_LISTENERS or self._stop.is_set():
                 return None
@@ -273,26 +273,26 @@ class RunWatcher:
             return listener
 
     def forget(self, listener: Listener) -> None:
-        """A listener that is gone."""
+        """Remove a listener."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
     @property
     def listeners(self) -> int:
-        """How many there are."""
+        """The number of listeners."""
         with self._lock:
             return len(self._listeners)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread that looks for updates."""
         self._thread = threading.Thread(target=self._work, name="slipstream watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and all listeners; twice does no harm."""
+        """End the thread and all listeners; may be called twice."""
         self._stop.set()
         with self._lock:
             listeners, self._listeners = self._listeners, []
@@ -330,7 +330,7 @@ class RunWatcher:
                 self.forget(listener)
 
     def _lose(self) -> int:
-        """Forget runs whose folder was deleted or has another name now; how many."""
+        """Remove runs whose folder was deleted or renamed; return how many."""
         gone = [run for run in self.runs() if run.identity is None or run.identity != _identity(run.path)]
         with self._lock:
             for run in gone:
@@ -338,7 +338,7 @@ class RunWatcher:
         return len(gone)
 
     def _discover(self) -> int:
-        """Watch runs that have appeared; how many."""
+        """Add runs that have appeared; return how many."""
         known = self.left_out | {run.path for run in self.runs()}
         new = [path for path in self._named if path not in known and _is_new_run(path)]
         for parent in self._parents:

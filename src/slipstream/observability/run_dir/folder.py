@@ -106,11 +106,11 @@ class JsonLinesWriter:
             self._trim_index()
 
     def append(self, record: dict[str, Any], *, step: int | None = None, time: float = 0.0) -> None:
-        """One record as a line; `step` and `time` are for the index."""
+        """Append a record as a line; `step` and `time` are for the index."""
         self.line(json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")), step=step, time=time)
 
     def line(self, text: str, *, step: int | None = None, time: float = 0.0) -> None:
-        """One line that is spelled already; it holds no end of a line."""
+        """Append a line that is formatted already."""
         if self._torn:
             self._write("\n")
             self._torn = False
@@ -173,7 +173,7 @@ _DEAD_STATES: Final = (b"Z", b"X", b"x")
 
 
 def identify_process() -> dict[str, Any]:
-    """Return how this process can be recognised later: its number, and what makes the number its own.
+    """Return what identifies this process later: its pid, and what makes the pid unique.
 
     >>> sorted(identify_process())
     ['host', 'pid', 'pid_namespace', 'pid_started']
@@ -183,7 +183,7 @@ def identify_process() -> dict[str, Any]:
 
 
 def is_gone(info: Mapping[str, Any]) -> bool:
-    """Return whether the process of the latest attempt is known to have ended; False also where nobody here can know.
+    """Return whether the process of the latest attempt is known to have ended; False also where that is unknown.
 
     >>> is_gone({"attempts": [identify_process()]}), is_gone({}), is_gone({"attempts": [{**identify_process(), "host": "elsewhere"}]})
     (False, False, False)
@@ -206,7 +206,7 @@ def is_gone(info: Mapping[str, Any]) -> bool:
 
 
 def _pid_namespace() -> int | None:
-    """Return which processes can be seen from here: those of a container have numbers of their own."""
+    """Return the pid namespace: processes of a container have pids of their own."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # a system without it
@@ -269,7 +269,7 @@ class RunFolder:
         details: Mapping[str, Any] | None = None,
         attempt: Mapping[str, Any] | None = None,
     ) -> RunFolder:
-        """Create the folder of a run below `<root>/runs`, or finds the one that this run began in an earlier attempt.
+        """Create the folder of a run below `<root>/runs`, or find the one of an earlier attempt.
 
         Without a name it is that of the project and the time. A name that is taken is an error, unless `resume` says that the run goes
         on. `restarted` says that a launcher started the job `run_id` again. `details` are fields of run.json, and `attempt` says what
@@ -353,7 +353,7 @@ class RunFolder:
         self.add_event({"time": self._now(), "kind": kind, "step": step, "rank": rank, "text": text, **details})
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        """The same for what was noted elsewhere, with the time that it has."""
+        """Record an event that has its own time."""
         if self._events is None:
             self._events = self.journal("events.jsonl")
         self._events.append(dict(event))
@@ -414,7 +414,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _find_by_run_id(runs: Path, run_id: str | None) -> Path | None:
-    """Return the run that carries this identity, newest first; a launcher gives one to all attempts of a job."""
+    """Return the newest run with this id, which a launcher gives to all attempts of a job."""
     if not run_id or run_id == "none" or not runs.is_dir():
         return None
     found = [path for path, info in _runs_in(runs) if info.get("id") == run_id]
@@ -451,7 +451,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float | None:
-    """Return a number that can be written down again."""
+    """Return a finite number, else None."""
     return value if isfinite(value := float(text)) else None
 
 
@@ -469,7 +469,7 @@ def started_at(info: Mapping[str, Any]) -> float:
 
 
 def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | None = None) -> list[Path]:
-    """Return the runs at a place, oldest first: it is one itself, or has them in it, or in `runs/`.
+    """Return the runs at a place, oldest first: the place itself, or folders in it or in its `runs/`.
 
     Folders in there that look like runs and cannot be read as such go to `left_out`, with the reason.
 
@@ -493,7 +493,7 @@ def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | N
 
 
 def runs_at(place: Path, left_out: list[tuple[Path, str]]) -> list[Path]:
-    """Return the same where there may be none yet."""
+    """Return the runs at a place, which may have none yet."""
     if not place.exists():
         raise ConfigError(f"{place} does not exist: give the folder of a run, or a project_dir that has runs/ in it")
     if (place / _INFO).exists():

@@ -64,7 +64,7 @@ class LineReader:
         self._dropping = False
 
     def read(self, folder: ConfinedFolder) -> list[str]:
-        """Return the next whole lines, a block of them at the most; `more` says whether to call again at once."""
+        """Return the next whole lines, at most a block; `more` says whether to call again at once."""
         self.more = False
         try:
             file = folder.open(self.name)
@@ -111,7 +111,7 @@ class LineReader:
         return self._lines(data, end) if end else []
 
     def _goes_on(self, file: int) -> bool:
-        """Return whether what was read last still stands before the place where reading goes on."""
+        """Return whether the bytes before the offset are still those that were read."""
         return os.pread(file, len(self._before), self._offset - len(self._before)) == self._before
 
     def _pass(self, data: bytes, count: int) -> None:
@@ -256,7 +256,7 @@ class Run:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def refresh(self, blocks: int | None = None) -> bool:
-        """Read what is new, all of it or so many blocks (of about 256 KB) of each file; whether there was anything."""
+        """Read what is new, or so many blocks (of about 256 KB) of each file; return whether there was anything."""
         self.fresh_ledger, self.fresh_events, self.fresh_lost = [], [], False
         try:
             with ConfinedFolder(self.path) as folder:
@@ -337,7 +337,7 @@ class Run:
             self._read_other(line)
 
     def _read_other(self, line: str) -> None:
-        """A line of metrics.jsonl of any form."""
+        """Read a line of metrics.jsonl of any form."""
         record = _parse_record(line, self._metrics.skipped)
         if record is None:
             return
@@ -366,7 +366,7 @@ class Run:
                     series.add(place, time, number)
 
     def _number(self, name: str, value: Any, step: float | None, time: float) -> float | None:
-        """Return a value as a number; None where it is a text, which is kept as one, or nothing that can be shown."""
+        """Return a value as a number; None for a text, which is stored, and for what cannot be shown."""
         if isinstance(value, str) and value not in _NOT_NUMBERS:
             self._keep(self.texts, name, {"step": _limit_depth(step), "time": _limit_depth(time), "text": value[:_MAX_TEXT]})
             return None
@@ -405,7 +405,7 @@ class Run:
         self._keep(self.tables, str(table.get("name")), held)
 
     def _keep(self, where: dict[str, dict[str, Any]], name: str, value: dict[str, Any]) -> None:
-        """The latest of a name."""
+        """Store the latest value of a name."""
         if name in where or (len(where) < _MAX_NAMES and len(name) <= _MAX_NAME_LENGTH):
             where[name] = value
         else:
@@ -458,7 +458,7 @@ class Run:
         *,
         ledger: bool = True,
     ) -> dict[str, Any]:
-        """Return all that the page shows of this run, as plain values that JSON knows.
+        """Return everything that the page shows of this run, as JSON values.
 
         `series` are those named, or all, each thinned to at most `points` between the steps `low` and `high`; with very many series
         it is fewer points for each. A series is `steps`, `times` (seconds since 1970), `values` (None where there is no number) and

@@ -62,7 +62,7 @@ class BlockExtremes:
         self.highs: array[int] = array("q")
 
     def follow(self, values: array[float]) -> None:
-        """Take in the whole blocks that have come since the last call."""
+        """Add the whole blocks that have come since the last call."""
         for first in range(len(self.lows) * _BLOCK, len(values) - _BLOCK + 1, _BLOCK):
             block = values[first : first + _BLOCK].tolist()
             plain = isfinite(sum(block))
@@ -118,7 +118,7 @@ def _extremes_of_blocks(ys: Sequence[float], first: int, last: int, blocks: Bloc
 
 
 def _extremes_of_values(ys: Sequence[float], first: int, last: int) -> set[int]:
-    """Return the same from the values themselves."""
+    """Return what a bucket keeps, from the values themselves."""
     bucket = ys[first:last]
     if isinstance(bucket, array):
         bucket = bucket.tolist()  # twice as fast to look through as the array
@@ -128,7 +128,7 @@ def _extremes_of_values(ys: Sequence[float], first: int, last: int) -> set[int]:
 
 
 def _extremes_with_gap(bucket: Sequence[float]) -> set[int]:
-    """Return the same for values some of which may be no numbers; also where the sum alone is too large for one."""
+    """Return what a bucket with values that are not finite keeps; also where only the sum overflows."""
     numbers = [place for place, value in enumerate(bucket) if isfinite(value)]
     places = {0, len(bucket) - 1}
     if numbers:
@@ -170,7 +170,7 @@ class Series:
         self.values.append(value)
 
     def settle(self) -> None:
-        """Look through what is new, so that the next view is quick."""
+        """Index new points, so that the next view is fast."""
         self._blocks.follow(self.values)
 
     def view(self, points: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Series:
 
 
 def to_json_values(values: Sequence[float]) -> list[float | None]:
-    """Return as they were logged, every digit: a counter or a slow ramp far from zero needs them. What is no number becomes None.
+    """Return values with every digit, which a slow ramp far from zero needs; None for those that are not finite.
 
     >>> to_json_values([1 / 3, 123456789.0, float("nan"), float("inf")])
     [0.3333333333333333, 123456789.0, None, None]

@@ -358,7 +358,7 @@ class Ledger:
                 self._tell()
 
     def _drain(self, meter: Meter) -> StepWindow:
-        """Take the rows of steps that have ended."""
+        """Return and remove the rows of steps that have ended."""
         first = self._drained
         rows = self._read(meter)
         losses = self.losses
@@ -506,7 +506,7 @@ class Ledger:
         return self._finished
 
     def _tail(self) -> list[float]:
-        """Return the row of what came after the last step, which goes on."""
+        """Return the row of the current step so far, or of what came after the last one."""
         meter = self.meter
         if meter is None:
             return [0.0] * COLUMNS
@@ -518,7 +518,7 @@ class Ledger:
         return [float(value) for value in to_seconds(reader.open)]
 
     def _report(self, tail: list[float] | None) -> LedgerReport:
-        """On rank 0 of many, steps that not all ranks have told yet are left out: half of them would say something wrong."""
+        """Return a report; on rank 0 of many it leaves out steps that not all ranks have reported yet."""
         totals = self._totals.copy()
         if self.rank:
             totals.add_alone(self.rank, self._untold)

@@ -100,7 +100,7 @@ def _to_uint8(values: NDArray[Any], *, first: bool, what: Any) -> ImageArray:
 
 
 class ImagesByName:
-    """The pictures of one call by name, and what is none; a tracker keeps the former and then calls `refuse`.
+    """The images of one call by name, and what is none; a tracker stores the former and then calls `refuse`.
 
     `read` makes the list of pictures of one name, for trackers that know more than `to_images` does.
 
@@ -131,7 +131,7 @@ class ImagesByName:
                 yield name if len(several) == 1 else f"{name}{separator}{number}", image
 
     def refuse(self) -> None:
-        """An error for what is no picture; nothing where everything is one."""
+        """Raise an error for values that are no images, if there are any."""
         if self.wrong:
             raise RejectedValuesError("picture", self.wrong)
 

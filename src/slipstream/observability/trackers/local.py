@@ -93,7 +93,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Create or finds the folder of the run, and opens the file."""
+        """Create or find the folder of the run, and open the file."""
         if self.folder is None:
             self.folder = RunFolder.create(self.logging_dir, self._wanted, project=self.run_name, resume=self._resume)
         try:
@@ -140,7 +140,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         return text
 
     def _log_with(self, values: dict[str, Any], step: Any, kwargs: dict[str, Any]) -> None:
-        """The same for values of any kind."""
+        """Write a line with values of any kind."""
         journal = self._beginning()
         if journal is None:
             return
@@ -176,7 +176,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Close the file, and ends the run where the folder is its own."""
+        """Close the file, and end the run if the folder is its own."""
         if self._journal is not None:
             journal, self._journal, self._begun = self._journal, None, False
             try:
@@ -194,7 +194,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         journal.append({"step": place, "time": round(now, 3), **record}, step=place, time=now)
 
     def _look(self, journal: JsonLinesWriter, now: float) -> None:
-        """An error where the file was removed: what is written to it goes nowhere, and the system does not say so."""
+        """Raise an error if the file was removed: what is written to it is lost, and the system does not say so."""
         self._look_at = now + _CHECK_SECONDS
         if journal.gone:
             raise FileNotFoundError(

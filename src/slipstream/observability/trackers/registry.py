@@ -100,7 +100,7 @@ _ACCOUNTS = {
     ),
     LoggerType.SWANLAB: _Account(("SWANLAB_API_KEY", "SWANLAB_MODE"), ("~/.swanlab/.netrc",), "swanlab login, or SWANLAB_MODE=offline"),
 }
-"""The trackers whose runs go to a service unless they are told otherwise."""
+"""The trackers whose runs go to a service unless configured otherwise."""
 
 _IN_FOLDERS = (LoggerType.LOCAL, LoggerType.TENSORBOARD)
 """The trackers that write files of their own into the logging folder."""
@@ -110,7 +110,7 @@ _Tracker = GeneralTracker | type[GeneralTracker]
 
 
 class ChosenTrackers(list[_Tracker]):
-    """What `log_with` means, in order; `optional` are the names that nobody wrote, because they stand for "all"."""
+    """The trackers that `log_with` names, in order; `optional` are those that only "all" named."""
 
     def __init__(self, trackers: Iterable[_Tracker] = (), optional: Iterable[str] = ()) -> None:
         super().__init__(trackers)
@@ -118,7 +118,7 @@ class ChosenTrackers(list[_Tracker]):
 
 
 def missing_account(name: str, environ: Mapping[str, str]) -> str | None:
-    """Return why a tracker cannot run without asking somebody for an account; None where it can, and for those that need none.
+    """Return why a tracker cannot run without an account; None if it can, or needs none.
 
     >>> missing_account("wandb", {"WANDB_MODE": "offline"}), missing_account("local", {})
     (None, None)
@@ -144,7 +144,7 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Check that a class of yours can be used as `log_with="its name"`, and gives it back: also a decorator.
+    """Check that a class can be used as `log_with="its name"` and return it; also a decorator.
 
     >>> @register_tracker_class
     ... class Printer(GeneralTracker):
@@ -205,7 +205,7 @@ def filter_trackers(
 
 
 def _to_list(log_with: Any) -> list[Any]:
-    """Return what was given, one by one; a set has no order, so the names give it one, which is the same on every process."""
+    """Return `log_with` as a list; a set is sorted by name, so that the order is the same on every process."""
     if isinstance(log_with, set | frozenset):
         return sorted(log_with, key=lambda choice: str(getattr(choice, "name", choice)) if not isinstance(choice, str) else str(choice))
     return [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
@@ -479,7 +479,7 @@ class Trackers:
             self._failed(tracker, "finish", error)
 
     def _failed(self, tracker: GeneralTracker, verb: str, error: Exception, name: str = "") -> None:
-        """Report what went wrong, once for each kind of error and each name of a value (`name`, where the error does not know it)."""
+        """Log an error of a tracker, once for each kind of error and name of a value."""
         kind = type(error).__name__
         if isinstance(error, RejectedValuesError):
             fresh = [rejected for rejected in error.wrong if (kind, rejected) not in self._reported.get((tracker.name, verb), ())]
@@ -526,7 +526,7 @@ def _check_keywords(kind: GeneralTracker | type[GeneralTracker], keywords: Mappi
 
 
 def _to_int_step(step: Any) -> int:
-    """Return a step as a number of Python's, whatever counted it."""
+    """Return a step as an int; raise an error if it is not a whole number."""
     try:
         whole = int(step)
         if whole == step:

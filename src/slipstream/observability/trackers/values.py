@@ -88,7 +88,7 @@ def _from_array(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _describe_object(value: Any) -> str:
-    """Return what stands for an object: the name of a class or function, which is the same in every run; else what str() says."""
+    """Return the name of a class or function, which is the same in every run, or the text of another object."""
     if isinstance(value, functools.partial):
         return f"partial of {_describe_object(value.func)}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
@@ -229,7 +229,7 @@ def _try_number(value: Any) -> Any:
 
 
 def raise_if_unsupported(tracker: str, others: Mapping[str, Any], keeps: str = "numbers and texts") -> None:
-    """An error for values that a tracker has no place for; nothing where there are none.
+    """Raise an error for values that a tracker cannot store, if there are any.
 
     >>> raise_if_unsupported("local", {})
     >>> raise_if_unsupported("local", {"weights": [1, 2]})
