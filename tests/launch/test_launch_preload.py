@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from slipstream.launch.agent import modules_to_preload
+from slipstream.launch.agent import modules_to_preload, unsafe_fork_reason
 from slipstream.launch.plan import Target
 
 PROGRAMS = {
@@ -63,3 +65,13 @@ def test_plain_torch_program_preloads_nothing(tmp_path: Path) -> None:
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     assert modules_to_preload(Target("script", str(script))) == []
     assert modules_to_preload(Target("module", "no_such.module"))[0] == "slipstream.accelerator.accelerator"
+
+
+def test_unsafe_fork_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device driver that has started and a running thread make a fork unsafe."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert unsafe_fork_reason() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert unsafe_fork_reason() == "importing torch has initialised torch.cuda"
+    monkeypatch.setattr(threading, "active_count", lambda: 3)
+    assert unsafe_fork_reason() == "3 threads are running in the launcher"

@@ -9,7 +9,7 @@ an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, get_args
 
@@ -19,7 +19,7 @@ from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "Choice", "Choices", "Config", "UnusedKey", "VARIABLE", "VERSION", "build_config", "describe_option", "device_ids", "dump", "load",
+    "Choice", "Config", "UnusedKey", "VARIABLE", "VERSION", "build_config", "describe_option", "device_ids", "dump", "load",
     "parse_choices",
 ]
 
@@ -31,11 +31,7 @@ class Choice(NamedTuple):
     origin: Origin
 
 
-Choices = Mapping[str, Choice]
-"""Every option by name."""
-
-
-def describe_option(choices: Choices, name: str) -> str:
+def describe_option(choices: Mapping[str, Choice], name: str) -> str:
     """Return the option as it was given: "num_processes=3 (from --num_processes)"."""
     value, origin = choices[name]
     return f"{name}={option_text(value)} ({origin})"
@@ -50,93 +46,6 @@ def device_ids(gpu_ids: str | None) -> list[str] | None:
     if gpu_ids is None or gpu_ids.strip().lower() == "all":
         return None
     return [entry.strip() for entry in gpu_ids.split(",")]
-
-
-def _machine_rank(choices: Choices) -> str | None:
-    rank, machines = _number(choices, "machine_rank"), _number(choices, "num_machines")
-    if rank < machines:
-        return None
-    return (
-        f"{describe_option(choices, 'machine_rank')} contradicts {describe_option(choices, 'num_machines')}.\n"
-        f"Ranks are counted from 0, so the highest is {machines - 1} here: write that or less, or a larger num_machines."
-    )
-
-
-def _even_share(choices: Choices) -> str | None:
-    processes, machines = _number(choices, "num_processes"), _number(choices, "num_machines")
-    if processes % machines == 0:
-        return None
-    return (
-        f"{describe_option(choices, 'num_processes')} cannot be shared out evenly: {describe_option(choices, 'num_machines')}.\n"
-        f"num_processes counts all machines: write a multiple of {machines}, such as {machines * max(1, round(processes / machines))}."
-    )
-
-
-def _cpu_and_devices(choices: Choices) -> str | None:
-    ids = choices["gpu_ids"].value
-    if not choices["cpu"].value or device_ids(str(ids) if ids is not None else None) is None:
-        return None
-    return (
-        f"{describe_option(choices, 'gpu_ids')} contradicts {describe_option(choices, 'cpu')}.\nLeave one of them out, or write "
-        "--no_cpu or --gpu_ids all."
-    )
-
-
-def _enough_devices(choices: Choices) -> str | None:
-    ids = device_ids(str(choices["gpu_ids"].value)) if choices["gpu_ids"].value is not None else None
-    if ids is None or choices["num_processes"].value is None:
-        return None
-    here = _number(choices, "num_processes") // _number(choices, "num_machines")
-    if here <= len(ids):
-        return None
-    return (
-        f"{describe_option(choices, 'num_processes')} means {here} on each machine, but {describe_option(choices, 'gpu_ids')} allows "
-        f"{len(ids)}.\n"
-        f"Each process needs an accelerator of its own: name {here} of them in gpu_ids, or start fewer processes."
-    )
-
-
-def _several_accelerators(choices: Choices) -> str | None:
-    if not choices["multi_gpu"].value:
-        return None
-    opponent = "cpu" if choices["cpu"].value else "num_processes" if choices["num_processes"].value == 1 else None
-    if opponent is None:
-        return None
-    return (
-        f"{describe_option(choices, 'multi_gpu')} contradicts {describe_option(choices, opponent)}.\nLeave --multi_gpu out; "
-        "num_processes says how many to start."
-    )
-
-
-def _module_or_program(choices: Choices) -> str | None:
-    if not (choices["module"].value and choices["no_python"].value):
-        return None
-    return "--module contradicts --no_python: a module needs the Python interpreter.\nLeave one of them out."
-
-
-def _free_port_on_one_machine(choices: Choices) -> str | None:
-    if choices["main_process_port"].value != 0 or _number(choices, "num_machines") == 1:
-        return None
-    return (
-        f"{describe_option(choices, 'main_process_port')} contradicts {describe_option(choices, 'num_machines')}: "
-        "the other machines cannot know which free port machine 0 takes.\nWrite a port number, such as --main_process_port 29500."
-    )
-
-
-_CHECKS: Final[tuple[Callable[[Choices], str | None], ...]] = (
-    _machine_rank,
-    _even_share,
-    _cpu_and_devices,
-    _enough_devices,
-    _several_accelerators,
-    _module_or_program,
-    _free_port_on_one_machine,
-)
-
-
-def _number(choices: Choices, name: str) -> int:
-    value = choices[name].value
-    return int(value) if value is not None else 0
 
 
 class UnusedKey(NamedTuple):
@@ -189,7 +98,7 @@ class Config:
 
     def describe(self, name: str) -> str:
         """Return an option with its value and origin, for messages: "num_processes=2 (from --num_processes)"."""
-        return describe_option(self.choices(), name)
+        return describe_option({name: self._choice(name)}, name)
 
     def choices(self) -> dict[str, Choice]:
         """Return every option by name with its value and origin."""
@@ -236,15 +145,60 @@ def parse_choices(values: Mapping[str, object], kind: Kind, where: str) -> dict[
 def build_config(choices: Mapping[str, Choice], unused: tuple[UnusedKey, ...] = ()) -> Config:
     """Return a configuration from choices; the other options get their default."""
     complete = {name: choices.get(name) or Choice(option.default, Origin("default")) for name, option in OPTIONS.items()}
-    for check in _CHECKS:
-        if complaint := check(complete):
-            raise ConfigError(complaint)
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, option in OPTIONS.items():
         values[option.section][name] = complete[name].value
     sections: dict[str, Any] = {section: declared(**values[section]) for section, declared in SECTIONS.items()}
     origins = {name: choice.origin for name, choice in complete.items()}
-    return Config(**sections, origins=origins, unused=unused)
+    config = Config(**sections, origins=origins, unused=unused)
+    _check_processes(config)
+    _check_devices(config)
+    return config
+
+
+def _check_processes(config: Config) -> None:
+    """Raise if the numbers of processes and machines, the machine rank, the port or the target contradict each other."""
+    launch, machines = config.launch, config.launch.num_machines
+    if launch.machine_rank >= machines:
+        raise ConfigError(
+            f"{config.describe('machine_rank')} contradicts {config.describe('num_machines')}.\n"
+            f"Ranks are counted from 0, so the highest is {machines - 1} here: write that or less, or a larger num_machines."
+        )
+    if launch.num_processes is not None and launch.num_processes % machines:
+        suggestion = machines * max(1, round(launch.num_processes / machines))
+        raise ConfigError(
+            f"{config.describe('num_processes')} cannot be shared out evenly: {config.describe('num_machines')}.\n"
+            f"num_processes counts all machines: write a multiple of {machines}, such as {suggestion}."
+        )
+    if config.command.module and config.command.no_python:
+        raise ConfigError("--module contradicts --no_python: a module needs the Python interpreter.\nLeave one of them out.")
+    if launch.main_process_port == 0 and machines > 1:
+        raise ConfigError(
+            f"{config.describe('main_process_port')} contradicts {config.describe('num_machines')}: the other machines cannot know which "
+            "free port machine 0 takes.\nWrite a port number, such as --main_process_port 29500."
+        )
+
+
+def _check_devices(config: Config) -> None:
+    """Raise if the options about accelerators contradict each other or the number of processes."""
+    launch, ids = config.launch, device_ids(config.launch.gpu_ids)
+    if config.device.cpu and ids is not None:
+        raise ConfigError(
+            f"{config.describe('gpu_ids')} contradicts {config.describe('cpu')}.\n"
+            "Leave one of them out, or write --no_cpu or --gpu_ids all."
+        )
+    local_processes = (launch.num_processes or 0) // launch.num_machines
+    if ids is not None and local_processes > len(ids):
+        raise ConfigError(
+            f"{config.describe('num_processes')} means {local_processes} on each machine, but {config.describe('gpu_ids')} "
+            f"allows {len(ids)}.\n"
+            f"Each process needs an accelerator of its own: name {local_processes} of them in gpu_ids, or start fewer processes."
+        )
+    if config.command.multi_gpu and (config.device.cpu or launch.num_processes == 1):
+        other = config.describe("cpu" if config.device.cpu else "num_processes")
+        raise ConfigError(
+            f"{config.describe('multi_gpu')} contradicts {other}.\nLeave --multi_gpu out; num_processes says how many to start."
+        )
 
 
 VARIABLE: Final = "SLIPSTREAM_CONFIG"

@@ -23,13 +23,13 @@ _HOST_KINDS = ("python", "numpy", "torch")
 
 
 def default_kinds(families: tuple[Family, ...] = FAMILIES) -> tuple[str, ...]:
-    """The kinds of random state that this process has: Python's, numpy's, torch's, and those of devices it has used."""
+    """Return the kinds of random state of this process: Python's, numpy's, torch's, and those of devices it has used."""
     used = (family.type for family in families if family is not CPU and family.may_be_used())
     return (*_HOST_KINDS, *used)
 
 
 def capture(kinds: Iterable[str] | None = None, *, families: tuple[Family, ...] = FAMILIES) -> dict[str, Any]:
-    """The random states of these kinds ("python", "numpy", "torch", a device type), as plain data.
+    """Return the random states of these kinds ("python", "numpy", "torch", a device type), as plain data.
 
     >>> state = capture(["python"])
     >>> first = random.random()
@@ -57,7 +57,7 @@ def _capture(kind: str, families: tuple[Family, ...]) -> Any:
 
 
 def restore(state: Mapping[str, Any], *, families: tuple[Family, ...] = FAMILIES) -> tuple[str, ...]:
-    """Put captured states back; the result names those that this process has no place for (a device that is not here)."""
+    """Restore captured states; return the kinds that this process cannot restore (a device that is not here)."""
     return tuple(kind for kind, value in state.items() if not _restore(kind, value, families))
 
 
@@ -80,7 +80,7 @@ def _restore(kind: str, value: Any, families: tuple[Family, ...]) -> bool:
 
 
 def _check_numpy(state: Any) -> None:
-    """Refuses a state with a position outside of its words: numpy takes it, and reads beyond them at the next draw."""
+    """Raise for a state with a position outside its words: numpy accepts it, and reads beyond them at the next draw."""
     inner = state.get("state") if isinstance(state, Mapping) else None
     key, position = (inner.get("key"), inner.get("pos")) if isinstance(inner, Mapping) else (None, None)
     is_position = isinstance(position, int) and 0 <= position <= _NUMPY_WORDS
@@ -96,10 +96,10 @@ def set_seed(
     *,
     families: tuple[Family, ...] = FAMILIES,
 ) -> int:
-    """Seed Python, numpy, torch and every device; the result is the seed that was used.
+    """Seed Python, numpy, torch and every device; return the seed that was used.
 
-    `device_specific` adds the rank, so that processes draw different numbers. `deterministic` lets torch refuse operations that
-    have no deterministic form; some device libraries want a variable set before they start as well, and torch names it then.
+    `device_specific` adds the rank, so that processes draw different numbers. `deterministic` makes torch refuse operations
+    without a deterministic form; torch names the variable that some device libraries need before they start.
 
     >>> set_seed(42), set_seed(42, device_specific=True, rank=3)
     (42, 45)
@@ -124,7 +124,7 @@ def set_seed(
 
 
 def fingerprint(kinds: Iterable[str] | None = None, *, families: tuple[Family, ...] = FAMILIES) -> bytes:
-    """Sixteen bytes that are equal exactly if the random states are: a cheap thing to compare between processes.
+    """Return sixteen bytes that are equal exactly if the random states are, to compare processes cheaply.
 
     >>> fingerprint(["torch"]) == fingerprint(["torch"])
     True
@@ -147,7 +147,7 @@ def _device_family(kind: str, families: tuple[Family, ...]) -> Family:
 
 
 def _device_states(family: Family) -> list[Any]:
-    """One state per device that this process sees."""
+    """Return one state per device that this process sees."""
     namespace = family.module()
     if hasattr(namespace, "get_rng_state_all"):
         return list(namespace.get_rng_state_all())
@@ -168,7 +168,7 @@ def _restore_devices(family: Family, states: list[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's arrays and numbers as lists and numbers of Python."""
+    """Return numpy's arrays and numbers as lists and numbers of Python."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

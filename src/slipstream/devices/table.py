@@ -303,6 +303,7 @@ def _xla_namespace() -> Any:
     if not import_plugin("torch_xla"):
         return None
     package, runtime, model = map(importlib.import_module, ("torch_xla", "torch_xla.runtime", "torch_xla.core.xla_model"))
+    # torch internals: torch_xla has no public question that does not start the runtime. Tried on fakes alone.
     return LazyRuntime(package._XLAC._xla_runtime_is_initialized, runtime, model)
 
 
@@ -565,6 +566,7 @@ def is_habana_gaudi1() -> bool:
     if not is_hpu_available():
         return False
     experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    # torch internals: the generation of a Gaudi has no public name. Not run on hardware.
     return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
 
 

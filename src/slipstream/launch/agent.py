@@ -99,6 +99,8 @@ _OPTIMIZES: Final = re.compile(rb"\boptim\b|prepare|DistributedDataParallel|\bTr
 _SETS_COMPILER_VARIABLES: Final = re.compile(rb"TORCHDYNAMO|TORCHINDUCTOR")
 
 
+# torch internals: torch's agent calls the methods with a leading underscore and counts `_remaining_restarts`; it has no public way to
+# start processes differently. Tried on torch 2.13; every test in tests/launched notices. It can go when torch has such an interface.
 class Agent(_Agent):
     """The methods that torch's agent leaves open; `make_agent` combines them with torch's class."""
 
@@ -438,7 +440,8 @@ def unsafe_fork_reason() -> str | None:
         return f"{threading.active_count()} threads are running in the launcher"
     for name, part in list(vars(sys.modules["torch"]).items()):
         # A device family that cannot be forked after its driver has started has a module with this function; asking starts nothing.
-        # torch internals: `_is_in_bad_fork` tells these modules apart. Tried on 2.13; tests/launch/test_launch_workers.py notices.
+        # torch internals: `_is_in_bad_fork` tells these modules apart. Tried on torch 2.13; tests/launch/test_launch_preload.py notices.
+        # It can go when torch has a public question for it.
         names = vars(part) if isinstance(part, ModuleType) else {}
         if "_is_in_bad_fork" in names and names.get("is_initialized", bool)():
             return f"importing torch has initialised torch.{name}"

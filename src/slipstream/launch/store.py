@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    # torch internals: `torch.distributed.TCPStore` under the name that torch declares its types for. Tried on torch 2.13; mypy notices.
     from torch._C._distributed_c10d import TCPStore
 
 __all__ = [
