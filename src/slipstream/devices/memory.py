@@ -225,13 +225,13 @@ def _devices(family: Family) -> list[tuple[str, tuple[int, ...]]]:
 
 def _family_statistics(family: Family, arguments: tuple[int, ...]) -> dict[str, int]:
     namespace = family.module()
-    told: dict[str, int] = {}
+    statistics: dict[str, int] = {}
     for name, functions in _MEMORY_FUNCTIONS:
         known = next((function for function in functions if hasattr(namespace, function)), None)
         if known is not None:
-            told[name] = int(family.ask(known, *arguments))
+            statistics[name] = int(family.ask(known, *arguments))
     counts: Any = family.ask("memory_stats", *arguments, default={})
-    return told | {name: int(counts[key]) for name, key in _COUNTS if key in counts}
+    return statistics | {name: int(counts[key]) for name, key in _COUNTS if key in counts}
 
 
 _STATUS = Path("/proc/self/status")

@@ -328,7 +328,7 @@ def signal_name(exit_code: int) -> str:
 
 @dataclass(frozen=True)
 class ExitNotice:
-    """How a worker ended by itself; the agent writes it as soon as it knows.
+    """How a worker ended that the launcher had not stopped; the agent writes it as soon as it knows.
 
     >>> notice = ExitNotice(rank=1, host="node0", pid=4711, exit_code=-9, reason="killed")
     >>> ExitNotice.from_json(notice.to_json()) == notice
@@ -341,7 +341,7 @@ class ExitNotice:
     host: str
     pid: int
     exit_code: int | None
-    """As `subprocess` gives it: negative is the number of the signal. None: its machine was lost, so nobody knows."""
+    """As `subprocess` gives it: negative is the number of the signal. None: its machine was lost."""
     reason: str = ""
     """The exception in one line, or what is known of the signal ("the kernel's out-of-memory killer")."""
 

@@ -80,7 +80,7 @@ def kill_at(rank: int, call: int, number: int = signal.SIGKILL, *, attempt: int 
 
 
 def stop_at(rank: int, call: int, *, attempt: int = 0) -> Fault:
-    """The rank's process is stopped (SIGSTOP): it lives, but no thread of it does anything until somebody sends SIGCONT.
+    """The rank's process is stopped (SIGSTOP): it lives, but no thread of it does anything until SIGCONT arrives.
 
     >>> stop_at(rank=1, call=3).reach(1, 2)  # one call too early
     """
@@ -88,7 +88,7 @@ def stop_at(rank: int, call: int, *, attempt: int = 0) -> Fault:
 
 
 def slow_at(rank: int, call: int, seconds: float, *, attempt: int = 0) -> Fault:
-    """The rank comes late: it sleeps, and its other threads go on.
+    """The rank comes late: it sleeps, and its other threads continue.
 
     >>> slow_at(rank=0, call=0, seconds=0.01).reach(0, 0)
     """
