@@ -211,6 +211,8 @@ class Dispatcher:
         loader.first_names = {slot.name: tensor.name for tensor in offloaded for slot in tensor.slots}
         loader.keeps_alive = tuple(dict.fromkeys(self._temporary))
         if offloaded:
+            # torch internals: `_apply` is what every `.to()` and `.half()` of a module calls, and there is no hook before it. Tried on
+            # torch 2.13; tests/big_models/test_dispatch_model.py notices a change. It can go when torch has such a hook.
             self._model._apply = functools.partial(_refuse_move, self._model)  # type: ignore[method-assign]
 
     @torch.inference_mode(False)
@@ -299,6 +301,7 @@ class Dispatcher:
         """Raise if a tensor that is more than its elements is to go to the disk."""
         for tensor in tensors:
             value: Any = tensor.value if tensor.offloaded and tensor.target is None else None
+            # torch internals: the test for tensors made of others. Tried on torch 2.13; tests/big_models/test_quantize.py notices a change.
             if value is not None and is_traceable_wrapper_subclass(value):
                 raise ConfigError(
                     f"{tensor.name} is a {type(value).__name__}: quantised weights, and others that are made of several tensors, cannot go "

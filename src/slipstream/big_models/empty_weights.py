@@ -29,23 +29,26 @@ from slipstream.errors import ConfigError
 __all__ = ["init_empty_weights", "init_on_device"]
 
 _FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+# torch internals: the stack of open modes, to find outer contexts of this kind. Tried on torch 2.13; test_empty_weights.py
+# (nested contexts) notices a change. It can go when torch exports the stack.
 _open_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+# torch internals: inside of it, questions about tensors do not pass through the mode. Tried on torch 2.13; test_empty_weights.py
+# notices a change. It can go when torch exports a context that disables modes too.
 _disable_torch_function: Any = torch._C.DisableTorchFunction
-"""While it is open, what is asked of tensors does not pass through the mode."""
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 _LARGE: Final = 2**18
-"""Elements from which on a tensor is worth a promise."""
+"""Tensors of so many elements and more are allocated only when their values are needed."""
 _TENSOR: Any = torch.Tensor
 _INIT_FUNCTIONS: Final = frozenset(
     {nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, nn.init.constant_}
     | {_TENSOR.uniform_, _TENSOR.normal_, _TENSOR.fill_, _TENSOR.zero_}
 )
-"""What fills a tensor and gives it back: on meta there is nothing to fill, and finding that out takes torch longer than all the rest."""
+"""Functions that fill a tensor and return it. On meta there is nothing to fill, and torch takes long to find that out."""
 _SHAPE_QUERIES: Final = frozenset(
     {getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "nbytes", "itemsize")}
     | {getattr(_TENSOR, name) for name in ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "__len__")}
 )
-"""What can be asked of a tensor without making it."""
+"""Questions that need no memory."""
 
 
 @contextmanager
@@ -82,11 +85,11 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         stack.callback(register_module_buffer_registration_hook(mover.buffer).remove)
         stack.enter_context(mover)
         yield
-        mover.keep_promises()
+        mover.make_deferred()
 
 
 class _TensorMover(TorchFunctionMode):
-    """What happens to the tensors that this thread makes, and when a module of it gets one."""
+    """Moves the tensors that this thread makes, and those that its modules register."""
 
     def __init__(self, device: torch.device, everything: bool) -> None:
         super().__init__()
@@ -94,16 +97,17 @@ class _TensorMover(TorchFunctionMode):
         self.everything = everything
         self.thread = threading.get_ident()
         self.shadowed = False
-        """Whether a context inside this one is open, which has the say then."""
+        """Whether a context inside this one is open, which decides then."""
+        # torch internals: what `with torch.device(...)` enters. Tried on torch 2.13; test_empty_weights.py notices a change.
         self.factories: Any = DeviceContext(device).__torch_function__
         self.moved: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
-        """What became of a tensor that is still there, by identity: one that is registered twice stays one."""
-        self.promises: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], torch.Tensor]]] = {}
-        """Tensors on meta that stand for real ones, by identity, and how to make those."""
+        """The moved tensor of each living one, by identity: one that is registered twice stays one."""
+        self.deferred: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], torch.Tensor]]] = {}
+        """Deferred tensors on meta, by identity, and how to make the real ones."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While this one is open, those around it in the same thread do nothing."""
+        """Disable outer contexts of the same thread inside of the block."""
         around = [mode for mode in _open_modes() if isinstance(mode, _TensorMover) and not mode.shadowed]
         for mode in around:
             mode.shadowed = True
@@ -122,43 +126,43 @@ class _TensorMover(TorchFunctionMode):
         if self.everything:
             return self.factories(func, types, args, kwargs)
         if func in _FACTORIES and self.device.type == "meta":
-            return self._promised(func, args, kwargs)
-        if self.promises and func not in _SHAPE_QUERIES:
+            return self._defer(func, args, kwargs)
+        if self.deferred and func not in _SHAPE_QUERIES:
             for leaf in tree_leaves((args, kwargs)):
                 self._keep(leaf)
         return func(*args, **kwargs)
 
-    def _promised(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """A tensor of the shape that is asked for, on meta if it is large."""
+    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return a tensor of the requested shape, deferred on meta if it is large."""
         if _elements(args, kwargs) >= _LARGE and _is_plain(kwargs):
             tensor: torch.Tensor = func(*args, **{**kwargs, "device": self.device})
             if type(tensor) is torch.Tensor:
                 number = id(tensor)
-                gone = weakref.ref(tensor, lambda _: self.promises.pop(number, None) and None)
-                self.promises[number] = gone, partial(func, *args, **kwargs)
+                gone = weakref.ref(tensor, lambda _: self.deferred.pop(number, None) and None)
+                self.deferred[number] = gone, partial(func, *args, **kwargs)
                 return tensor
         result: torch.Tensor = func(*args, **kwargs)
         return result
 
     def _keep(self, tensor: Any) -> None:
-        """If this is a promise, make it what it stands for."""
-        if id(tensor) in self.promises:
-            make = self.promises.pop(id(tensor))[1]
+        """Make a deferred tensor real."""
+        if id(tensor) in self.deferred:
+            make = self.deferred.pop(id(tensor))[1]
             with self.alone():  # nothing is promised again
                 real = make()
             _swap(tensor, real)
 
-    def keep_promises(self) -> None:
-        """Make all that is left: someone has kept it, outside of any parameter or buffer."""
-        for tensor in [promise() for promise, _ in self.promises.values()]:
+    def make_deferred(self) -> None:
+        """Make all that is left real: it is kept outside of any parameter or buffer."""
+        for tensor in [reference() for reference, _ in self.deferred.values()]:
             self._keep(tensor)
 
     def parameter(self, module: nn.Module, name: str, parameter: Any) -> Any:
-        """The parameter to register instead; None for the one given."""
+        """Return the parameter to register instead; None for the one given."""
         return self._instead(parameter, _moved_parameter)
 
     def buffer(self, module: nn.Module, name: str, buffer: Any) -> Any:
-        """The buffer to register instead; None for the one given."""
+        """Return the buffer to register instead; None for the one given."""
         if self.everything:
             return self._instead(buffer, torch.Tensor.to)
         if not self.shadowed and threading.get_ident() == self.thread:
@@ -180,20 +184,20 @@ class _TensorMover(TorchFunctionMode):
 
 
 def _elements(args: Any, kwargs: dict[str, Any]) -> int:
-    """How many elements a factory function is asked for; 0 where that is not plain to see."""
+    """Return the number of elements of a factory call; 0 where it is not evident."""
     size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
     return math.prod(size) if all(isinstance(entry, int) for entry in size) else 0
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Whether a factory function is asked for a tensor in main memory, as torch makes it."""
+    """Return whether a factory call makes an ordinary tensor in main memory."""
     if kwargs.get("out") is not None or kwargs.get("generator") is not None or kwargs.get("pin_memory"):
         return False
     return torch.device(kwargs.get("device") or "cpu").type == "cpu"
 
 
 def _is_empty(tensor: Any) -> bool:
-    """Whether this is a parameter that is on meta already."""
+    """Return whether a parameter is on meta already."""
     if type(tensor) is not nn.Parameter:
         return False
     with _disable_torch_function():
@@ -201,7 +205,7 @@ def _is_empty(tensor: Any) -> bool:
 
 
 def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The same parameter on another device: class, attributes and `requires_grad` as they were."""
+    """Return the parameter on another device, with its class, attributes and `requires_grad`."""
     kind: Any = type(parameter)
     if issubclass(kind, UninitializedParameter):
         moved: Any = kind(requires_grad=parameter.requires_grad, device=device, dtype=parameter.dtype)

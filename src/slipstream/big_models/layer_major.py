@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -40,11 +40,11 @@ def layer_major(
     lanes: int | None = None,
     progress: bool | None = None,
 ) -> list[Result]:
-    """`[function(one) for one in inputs]`, with the calls of `model` inside of it side by side; the results in the order of the inputs.
+    """Return `[function(item) for item in inputs]`, with the calls of `model` inside of it side by side.
 
     `lanes` is how many run at a time; None is all of them. Each holds its own activations and caches, so memory for those is needed
     `lanes` times. `progress`: a bar of calls that have ended; None is one on the main process where there is a terminal. For a model
-    without offloaded blocks it is a plain loop, and that is said.
+    without offloaded blocks it is a plain loop, and that is logged.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> layer_major(model, lambda x: model(x).shape, [torch.ones(1, 2), torch.ones(3, 2)])
@@ -72,12 +72,12 @@ def layer_major(
 
 
 def find_weight_stores(model: torch.nn.Module) -> list[WeightStore]:
-    """The stores that hold offloaded weights of a model, each once."""
+    """Return the stores that hold offloaded weights of a model, each once."""
     found: dict[int, WeightStore] = {}
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
-        for entry in getattr(hook, "hooks", [hook]):
-            weights = getattr(entry, "weights_map", None)
+        for inner in getattr(hook, "hooks", [hook]):
+            weights = getattr(inner, "weights_map", None)
             store = getattr(getattr(weights, "dataset", weights), "store", None)
             if isinstance(store, WeightStore):
                 found[id(store)] = store
@@ -90,99 +90,78 @@ def _is_main() -> bool:
 
 
 class LayerMajorRunner:
-    """Runs `call(0)` to `call(count - 1)`, up to `width` of them side by side; see above."""
+    """Runs `call(0)` to `call(count - 1)`, up to `width` of them side by side."""
 
     def __init__(self, call: Callable[[int], Any], count: int, width: int) -> None:
-        self._call = call
+        self.call = call
         self._width = width
-        self._left = deque(range(count))
+        self.left = deque(range(count))
         self.results: list[Any] = [None] * count
         self.finished = 0
-        self._lanes: dict[int, _CallThread] = {}
+        self.lanes: dict[int, _CallThread] = {}
         """By the identity of their threads."""
-        self._waiting: list[_CallThread] = []
-        self._failed: tuple[int, BaseException] | None = None
+        self.waiting: list[_CallThread] = []
+        self.failure: tuple[int, BaseException] | None = None
         self._at = -1
         self._over = threading.Event()
-        self._modes = _ThreadModes()
-        self._seeds = torch.randint(2**62, (count,)).tolist()
+        self.modes = _ThreadModes()
+        self.seeds = torch.randint(2**62, (count,)).tolist()
 
     def run(self) -> None:
-        """Returns when all have ended; raises what the first one to fail raised, after the others have come to a stop."""
-        if self._left:
+        """Run until all have ended; raise what the first one to fail raised, after the others have stopped."""
+        if self.left:
             before = torch.get_rng_state()
-            self._waiting = [_CallThread(self, number) for number in range(self._width)]
-            for lane in self._waiting:
+            self.waiting = [_CallThread(self, number) for number in range(self._width)]
+            for lane in self.waiting:
                 lane.thread.start()
-            self._pass_on()
+            self.run_next()
             try:
                 self._over.wait()
-            except BaseException as error:  # an interrupt: lanes stop at their next block
-                self.failed(-1, error)
+            except BaseException as error:  # an interrupt: threads stop at their next block
+                self.fail(-1, error)
                 self._over.wait()
-            for lane in list(self._lanes.values()):
+            for lane in list(self.lanes.values()):
                 lane.thread.join()
             torch.set_rng_state(before)
-        if self._failed is not None:
-            number, reason = self._failed
+        if self.failure is not None:
+            number, reason = self.failure
             if number >= 0 and hasattr(reason, "add_note"):
                 reason.add_note(f"In layer_major, input {number}.")
             raise reason
 
     def arrive(self, block: WeightBlock) -> None:
-        """Called by a lane (or another thread, which it does not concern) that comes to a block."""
-        lane = self._lanes.get(threading.get_ident())
+        """Pause the calling thread at a block until it is its turn; threads of others pass."""
+        lane = self.lanes.get(threading.get_ident())
         if lane is None or lane.inside(block):
             return
         lane.block = block.number
         lane.pause()
 
-    def next_input(self) -> int | None:
-        """The number of the next call, for a lane that has ended one."""
-        return self._left.popleft() if self._left and self._failed is None else None
+    def fail(self, number: int, error: BaseException) -> None:
+        """Note that a call raised: no further one begins, and the others stop at their next block."""
+        if self.failure is None:
+            self.failure = (number, error)
 
-    def enrol(self, lane: _CallThread) -> None:
-        """A lane's thread says who it is."""
-        self._lanes[threading.get_ident()] = lane
-
-    def failed(self, number: int, error: BaseException) -> None:
-        """A call raised: no further one begins."""
-        if self._failed is None:
-            self._failed = (number, error)
-
-    def stopped(self) -> bool:
-        """Whether lanes have to end where they are."""
-        return self._failed is not None
-
-    def wait_for_turn(self, lane: _CallThread) -> None:
-        """A lane stands still until it is its turn."""
-        self._waiting.append(lane)
-        self._pass_on()
-
-    def ended(self) -> None:
-        """A lane has nothing left to do."""
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        """The next to run: one that waits where the last one was, else at the nearest block after it, from the top again at the end."""
-        if not self._waiting:
+    def run_next(self) -> None:
+        """Wake a thread that waits where the last one was, else at the nearest block after it, from the top again at the end."""
+        if not self.waiting:
             self._over.set()
             return
-        lane = min(self._waiting, key=lambda entry: (entry.block < self._at, entry.block))
+        lane = min(self.waiting, key=lambda lane: (lane.block < self._at, lane.block))
         self._at = lane.block
-        self._waiting.remove(lane)
+        self.waiting.remove(lane)
         lane.turn.set()
 
 
 class _CallStopped(BaseException):
-    """Ends a lane because another one failed."""
+    """Ends a thread because a call of another one failed."""
 
 
 class _CallThread:
-    """One thread and what it is about to do."""
+    """A thread that runs calls, one after the other (a lane)."""
 
-    def __init__(self, lanes: LayerMajorRunner, number: int) -> None:
-        self.lanes = lanes
+    def __init__(self, runner: LayerMajorRunner, number: int) -> None:
+        self.runner = runner
         self.block = -1
         self.turn = threading.Event()
         target = partial(contextvars.copy_context().run, self._run)  # context variables of the caller hold in lanes
@@ -190,56 +169,54 @@ class _CallThread:
         self._random: torch.Tensor | None = None
 
     def inside(self, block: WeightBlock) -> bool:
-        """Whether the lane may go into a block without waiting: it has just been let in there, and it is inside of it still."""
+        """Return whether the thread may enter a block without waiting: it was let in there and is still inside."""
         return self.block == block.number and block.active > 0
 
     def pause(self) -> None:
-        """Let the others run until it is this lane's turn again."""
+        """Let the others run until it is this thread's turn again."""
         self._random = torch.get_rng_state()
         self.turn.clear()
-        self.lanes.wait_for_turn(self)
+        self.runner.waiting.append(self)
+        self.runner.run_next()
         self.turn.wait()
-        if self.lanes.stopped():
+        if self.runner.failure is not None:
             raise _CallStopped
         torch.set_rng_state(self._random)
 
     def _run(self) -> None:
-        lanes = self.lanes
-        lanes.enrol(self)
+        runner = self.runner
+        runner.lanes[threading.get_ident()] = self
         self.turn.wait()
-        with lanes._modes.again():
-            while (number := lanes.next_input()) is not None:
-                torch.manual_seed(lanes._seeds[number])
+        with runner.modes.enter():
+            while runner.left and runner.failure is None:
+                number = runner.left.popleft()
+                torch.manual_seed(runner.seeds[number])
                 try:
-                    lanes.results[number] = lanes._call(number)
-                    lanes.finished += 1
+                    runner.results[number] = runner.call(number)
+                    runner.finished += 1
                 except _CallStopped:
                     break
                 except BaseException as error:  # raised in the thread that waits, by `run`
-                    lanes.failed(number, error)
-        lanes.ended()
+                    runner.fail(number, error)
+        runner.run_next()
 
 
 class _ThreadModes:
-    """What torch keeps per thread, as it is in the thread that made this."""
+    """The modes that torch keeps per thread, as they are in the thread that made this."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._threads = torch.get_num_threads()
-        kinds = ("cpu", *_accelerators())
+        present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kinds = ("cpu",) if present is None else ("cpu", present.type)
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
 
-    def again(self) -> ExitStack:
-        """The same in the thread that calls."""
+    def enter(self) -> ExitStack:
+        """Set the same modes in the calling thread."""
         torch.set_num_threads(self._threads)
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(self._inference) if self._inference else torch.set_grad_enabled(self._grad))
         for kind, dtype in self._autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype))
         return stack
-
-
-def _accelerators() -> Sequence[str]:
-    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return () if present is None else (present.type,)

@@ -18,13 +18,14 @@ __all__ = ["check_not_trained_together", "is_dispatched", "dispatch_for_prepare"
 
 
 def is_dispatched(model: torch.nn.Module) -> bool:
-    """Whether parts of a model are on different devices, in memory or on a disk, by a device map.
+    """Return whether a device map puts parts of a model on different devices, in memory or on a disk.
 
     >>> is_dispatched(torch.nn.Linear(2, 2))
     False
     """
-    maps = [getattr(module, "hf_device_map", None) for module in model.modules()]
-    return any(isinstance(entry, Mapping) and (len(set(map(str, entry.values()))) > 1 or "disk" in entry.values()) for entry in maps)
+    maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+    devices = [set(map(str, device_map.values())) for device_map in maps if isinstance(device_map, Mapping)]
+    return any(len(names) > 1 or "disk" in names for names in devices)
 
 
 def dispatch_for_prepare(models: Sequence[torch.nn.Module], device_map: Any, offload_folder: Any) -> None:
@@ -40,19 +41,19 @@ def dispatch_for_prepare(models: Sequence[torch.nn.Module], device_map: Any, off
     (model,) = models
     if is_dispatched(model):
         raise ConfigError(
-            f"this {type(model).__name__} was spread by a device map before (see its hf_device_map): leave device_map out of prepare, "
-            "or take the hooks off first (slipstream.utils.remove_hook_from_submodules)"
+            f"this {type(model).__name__} was dispatched by a device map before (see its hf_device_map): leave device_map out of prepare, "
+            "or remove the hooks first (slipstream.utils.remove_hook_from_submodules)"
         )
     planned = device_map if isinstance(device_map, Mapping) else plan_device_map(model, device_map)
     dispatch_model(model, planned, offload_dir=offload_folder)
 
 
 def check_not_trained_together(model: torch.nn.Module, world_size: int) -> None:
-    """An error where several processes would train a model that is spread."""
+    """Raise where several processes would train a dispatched model."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not parameter.is_meta]
     if world_size > 1 and trained and model.training:
         raise ConfigError(
-            f"{type(model).__name__} is spread over devices, memory or disk by a device map, and {world_size} processes cannot train such "
+            f"{type(model).__name__} is dispatched by a device map, and {world_size} processes cannot train such "
             f"a model together (it would train {trained[0]}, for one). For inference call model.eval() before prepare; to train, use one "
             "process, or give every process the whole model on one device."
         )

@@ -51,11 +51,6 @@ def _check_names(given: Any, name: str) -> list[str] | None:
     return None if given is None else list(given)
 
 
-def _check_flag(given: Any, name: str) -> None:
-    if not isinstance(given, bool):
-        raise ConfigError(f"{name}={given!r} is neither True nor False.")
-
-
 @dataclass
 class BnbQuantizationConfig:
     """Weights of 8 or 4 bits by bitsandbytes.
@@ -81,16 +76,14 @@ class BnbQuantizationConfig:
 
     def __post_init__(self) -> None:
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            _check_flag(getattr(self, name), name)
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is neither True nor False.")
         if self.load_in_8bit == self.load_in_4bit:
             both = "both" if self.load_in_8bit else "neither"
             raise ConfigError(f"{both} of load_in_8bit and load_in_4bit was asked for. Set one of them to True.")
-        if (
-            isinstance(self.llm_int8_threshold, bool)
-            or not isinstance(self.llm_int8_threshold, (int, float))
-            or self.llm_int8_threshold < 0
-        ):
-            raise ConfigError(f"llm_int8_threshold={self.llm_int8_threshold!r} is no number from 0 on; 0 means that there are no outliers.")
+        threshold = self.llm_int8_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold < 0:
+            raise ConfigError(f"llm_int8_threshold={threshold!r} is no number from 0 on; 0 means that there are no outliers.")
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise ConfigError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not known. Write 'fp4' or 'nf4'.")
         self.bnb_4bit_compute_dtype = _parse_dtype(self.bnb_4bit_compute_dtype, "bnb_4bit_compute_dtype")
@@ -102,16 +95,16 @@ class BnbQuantizationConfig:
 
     @property
     def unasked_dtype(self) -> torch.dtype | None:
-        """What the rest of the model becomes without being asked to; None if `torch_dtype` was given."""
+        """The dtype of the rest of the model if it is the default; None if `torch_dtype` was given."""
         return self.torch_dtype if self._by_default else None
 
     @property
     def target_dtype(self) -> torch.dtype | CustomDtype:
-        """What a converted weight counts for in a plan."""
+        """The dtype that a converted weight counts with in a device map."""
         return torch.int8 if self.load_in_8bit else CustomDtype.INT4
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields."""
         return asdict(self)
 
 
@@ -150,11 +143,11 @@ class TorchaoQuantizationConfig:
 
     @property
     def target_dtype(self) -> torch.dtype | CustomDtype:
-        """What a converted weight counts for in a plan."""
+        """The dtype that a converted weight counts with in a device map."""
         return torch.int8 if self.weight_bits == 8 else CustomDtype.INT4
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields."""
         return asdict(self)
 
 
@@ -162,18 +155,18 @@ QuantizationConfig = BnbQuantizationConfig | TorchaoQuantizationConfig
 
 
 class BitsandbytesConverter:
-    """Converts linear layers as the config says."""
+    """Converts linear layers by the config."""
 
     def __init__(self, config: BnbQuantizationConfig) -> None:
         self._config = config
         self._library = _import_bitsandbytes()
 
     def refuses(self, layer: nn.Linear) -> str:
-        """Why a layer cannot be converted; "" if it can."""
+        """Return why a layer cannot be converted; "" if it can."""
         return ""
 
     def convert(self, layer: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """A layer with the weights of this one in fewer bits; on the meta device one that waits for its weights."""
+        """Return a layer with the weights of this one in fewer bits; an empty one on the meta device."""
         made: nn.Module = self._empty(layer)
         weight = layer.weight.detach()
         if not weight.is_meta:
@@ -212,13 +205,13 @@ class BitsandbytesConverter:
 
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight in 8 bits, and the largest absolute value of each row, which 127 stands for."""
+    """Return a weight in 8 bits, and the largest absolute value of each row, which 127 stands for."""
     data, scale, _ = _import_bitsandbytes().functional.int8_vectorwise_quant(weight.to(torch.float16))
     return data, scale
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether any layer of a model has weights of 4 bits by bitsandbytes.
+    """Return whether any layer of a model has weights of 4 bits by bitsandbytes.
 
     >>> has_4bit_bnb_layers(nn.Linear(2, 2))
     False
@@ -237,14 +230,14 @@ _CPU_INT4_MODULE: Final = "torchao.prototype.quantization.int4.inference_workflo
 
 
 class TorchaoConverter:
-    """Converts linear layers as the config says."""
+    """Converts linear layers by the config."""
 
     def __init__(self, config: TorchaoQuantizationConfig) -> None:
         self._config = config
         self._library = _import_torchao("torchao.quantization")
 
     def refuses(self, layer: nn.Linear) -> str:
-        """Why a layer cannot be converted; "" if it can."""
+        """Return why a layer cannot be converted; "" if it can."""
         group = self._config.group_size
         if group is not None and layer.in_features % group:
             return f"its {layer.in_features} columns are no multiple of group_size={group}"
@@ -253,7 +246,7 @@ class TorchaoConverter:
         return ""
 
     def convert(self, layer: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """The same layer, with its weight in fewer bits."""
+        """Quantize the weight of the layer and return it."""
         layer.weight = nn.Parameter(layer.weight.detach().to(device, dtype), requires_grad=False)
         if layer.bias is not None:
             layer.bias = nn.Parameter(layer.bias.detach().to(device, dtype), requires_grad=False)

@@ -204,6 +204,7 @@ def _examples(batch: PipelineBatch, rows: int, device: torch.device) -> list[tor
 @contextmanager
 def _fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
     """Replace the tensors of the model by fakes inside of the block: same shapes, no memory; one for each that is shared."""
+    # torch internals: fake tensors have no public home yet. Tried on torch 2.13; tests/inference/test_pipeline.py notices a change.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
     places = [(tensors, key, tensor) for _, tensors, key, tensor in _tensor_places(model)]

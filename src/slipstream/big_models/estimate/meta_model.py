@@ -88,6 +88,8 @@ def measure(
     >>> measure(model, ModelInputs((torch.empty(16, 8, device="meta"),)), dtype=torch.float32).kept == 4 * 16 * (8 + 32 + 4) + 4
     True
     """
+    # torch internals: fake tensors and dispatch modes have no public home yet. Tried on torch 2.13; test_estimates.py compares with real
+    # runs. It can go when torch exports them.
     fake, live = FakeTensorMode(allow_non_fake_inputs=True), _LiveBytes()
     kept_dtype = torch.float32 if autocast else dtype
     casting = torch.autocast(CPU.type, dtype=dtype) if autocast else contextlib.nullcontext()

@@ -19,7 +19,16 @@ from typing import Any, Final
 
 import torch
 
-from slipstream.big_models.hooks.weight_swap import Bundle, MappedBundle, ModuleSlot, WeightSwapper, find_slots, normalize_device, wrap_like
+from slipstream.big_models.hooks.weight_swap import (
+    Bundle,
+    MappedBundle,
+    ModuleSlot,
+    WeightSwapper,
+    copy_to_device,
+    find_slots,
+    normalize_device,
+    wrap_like,
+)
 from slipstream.devices.memory import clear_device_cache
 from slipstream.devices.table import best_family, device_for
 from slipstream.distributed.pytree import find_device, send_to_device
@@ -189,6 +198,8 @@ def remove_hook_from_submodules(module: torch.nn.Module) -> None:
 def _forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module with a hook."""
     if torch.compiler.is_compiling():
+        # torch internals: a graph break with a reason, from a function that is not traced. Tried on torch 2.13;
+        # tests/big_models/test_forward_hooks.py (compiled models) notices a change.
         torch._dynamo.skip_frame(_GRAPH_BREAK_REASON)
     hook = module._hf_hook
     call = _call_directly if _compiler()() is None else _call_outside_graph()
@@ -303,15 +314,15 @@ class AlignDevicesHook(ModelHook):
         moved_in = self._home is not None and self._home() is not module
         self._release()
         others = _placeholders_of_others(module, self.place_submodules)
-        places = [place for place in find_slots(module, self.place_submodules) if id(place.tensor) not in others]
-        self.original_devices = {place.name: place.tensor.device for place in places}
+        slots = [slot for slot in find_slots(module, self.place_submodules) if id(slot.tensor) not in others]
+        self.original_devices = {slot.name: slot.tensor.device for slot in slots}
         if self.offload:
             self._home = weakref.ref(module)
-            self._choose_offloaded(places, keep=moved_in)
+            self._choose_offloaded(slots, keep=moved_in)
         if self.execution_device is not None:
-            self._bring([place for place in places if place.name not in self._names])
+            self._bring([slot for slot in slots if slot.name not in self._names])
         if self._names:
-            offloaded = [place for place in places if place.name in self._names]
+            offloaded = [slot for slot in slots if slot.name in self._names]
             self._prepare(offloaded)
             self._follow_state_dicts(offloaded)
         return module
@@ -320,15 +331,15 @@ class AlignDevicesHook(ModelHook):
         """Put the weights back to where they were when the hook was attached; those on the disk stay offloaded."""
         names = self._release()
         made: dict[int, torch.Tensor] = {}
-        for place in find_slots(module, self.place_submodules):
-            device = self.original_devices.get(place.name)
-            if place.name not in names or not place.tensor.is_meta or device is None or device.type == "meta":
+        for slot in find_slots(module, self.place_submodules):
+            device = self.original_devices.get(slot.name)
+            if slot.name not in names or not slot.tensor.is_meta or device is None or device.type == "meta":
                 continue
-            known = made.get(id(place.tensor))
+            known = made.get(id(slot.tensor))
             if known is None:
-                weight = _converted(self.weights_map[names[place.name]], place.tensor.dtype)
-                known = made[id(place.tensor)] = wrap_like(place.tensor, weight.to(device))
-            place.store[place.key] = known
+                weight = _converted(self.weights_map[names[slot.name]], slot.tensor.dtype)
+                known = made[id(slot.tensor)] = wrap_like(slot.tensor, weight.to(device))
+            slot.store[slot.key] = known
         if self._own_map:
             self.weights_map, self._own_map = None, False
         return module
@@ -340,7 +351,7 @@ class AlignDevicesHook(ModelHook):
         given = bool(args or kwargs)
         swapper = self._swapper
         if swapper is None and self._names:
-            offloaded = [place for place in find_slots(module, self.place_submodules) if place.name in self._names and place.tensor.is_meta]
+            offloaded = [slot for slot in find_slots(module, self.place_submodules) if slot.name in self._names and slot.tensor.is_meta]
             swapper = self._prepare(offloaded)
         if swapper is not None:
             swapper.enter(given)
@@ -413,7 +424,7 @@ class AlignDevicesHook(ModelHook):
         self._names, self._handles, self._swapper, self._stale = {}, [], None, False
         return names
 
-    def _choose_offloaded(self, places: Sequence[ModuleSlot], keep: bool) -> None:
+    def _choose_offloaded(self, slots: Sequence[ModuleSlot], keep: bool) -> None:
         """Choose which tensors are offloaded, and the name of each in the map: a tied one has the first of its names there.
 
         Without a map the tensors themselves become one, and with `keep` (the hook was on another module) they go before the map.
@@ -421,18 +432,18 @@ class AlignDevicesHook(ModelHook):
         weights = self.weights_map
         own: dict[str, torch.Tensor] = {}
         groups: dict[int, list[ModuleSlot]] = {}
-        for place in places:
-            if place.store is place.owner._parameters or (self.offload_buffers and place.persistent):
-                groups.setdefault(id(place.tensor), []).append(place)
+        for slot in slots:
+            if slot.store is slot.owner._parameters or (self.offload_buffers and slot.persistent):
+                groups.setdefault(id(slot.tensor), []).append(slot)
         for group in groups.values():
             tensor, name = group[0].tensor, None
             if not tensor.is_meta and (keep or weights is None):
                 name = group[0].name
-                own.update(dict.fromkeys([place.name for place in group], tensor.detach().to("cpu")))
+                own.update(dict.fromkeys([slot.name for slot in group], tensor.detach().to("cpu")))
             elif weights is not None:
-                name = next((place.name for place in group if place.name in weights), None)
+                name = next((slot.name for slot in group if slot.name in weights), None)
             if name is not None:
-                self._names.update({place.name: name for place in group})
+                self._names.update({slot.name: name for slot in group})
             elif tensor.is_meta:
                 prefix = getattr(weights, "prefix", "")
                 raise ConfigError(
@@ -445,30 +456,26 @@ class AlignDevicesHook(ModelHook):
         elif own:
             self.weights_map = {name: own[name] if name in own else weights[name] for name in self._names}
 
-    def _bring(self, places: Sequence[ModuleSlot]) -> None:
+    def _bring(self, slots: Sequence[ModuleSlot]) -> None:
         """Put tensors on the execution device, for good; tied ones stay tied."""
         device, made = normalize_device(self.execution_device), dict[int, torch.Tensor]()
-        for place in places:
-            tensor = place.tensor
+        for slot in slots:
+            tensor = slot.tensor
             if tensor.device == device:
                 continue
             if tensor.is_meta:
                 raise ConfigError(
-                    f"{place.name} of a {type(place.owner).__name__} cannot go to {device}: it is on the meta device and has no values. "
+                    f"{slot.name} of a {type(slot.owner).__name__} cannot go to {device}: it is on the meta device and has no values. "
                     "Load the weights first, or initialise them (to_empty and a reset)."
                 )
             if id(tensor) not in made:
-                copies = (self.tied_params_map or {}).get(tensor.data_ptr(), {})
-                moved = copies[device] if device in copies else tensor.detach().to(device)
-                if self.tied_params_map is not None and tensor.data_ptr() in self.tied_params_map:
-                    copies[device] = moved
-                made[id(tensor)] = wrap_like(tensor, moved)
-            place.store[place.key] = made[id(tensor)]
+                made[id(tensor)] = wrap_like(tensor, copy_to_device(tensor, device, self.tied_params_map))
+            slot.store[slot.key] = made[id(tensor)]
 
-    def _prepare(self, places: Sequence[ModuleSlot]) -> WeightSwapper:
+    def _prepare(self, slots: Sequence[ModuleSlot]) -> WeightSwapper:
         groups: dict[str, list[ModuleSlot]] = {}
-        for place in places:
-            groups.setdefault(self._names[place.name], []).append(place)
+        for slot in slots:
+            groups.setdefault(self._names[slot.name], []).append(slot)
         weights, names = self.weights_map, list(groups)
         device = torch.device("cpu") if self.execution_device is None else normalize_device(self.execution_device)
         make = getattr(weights, "bundle", None)
@@ -476,8 +483,8 @@ class AlignDevicesHook(ModelHook):
         self._swapper = WeightSwapper(groups.values(), bundle, str(getattr(weights, "prefix", "")))
         return self._swapper
 
-    def _follow_state_dicts(self, places: Sequence[ModuleSlot]) -> None:
-        owners = {id(place.owner): (place.name[: len(place.name) - len(place.key)], place.owner) for place in places}
+    def _follow_state_dicts(self, slots: Sequence[ModuleSlot]) -> None:
+        owners = {id(slot.owner): (slot.name[: len(slot.name) - len(slot.key)], slot.owner) for slot in slots}
         for path, owner in owners.values():
             untyped: Any = owner
             self._handles.append(untyped.register_state_dict_post_hook(functools.partial(_fill_state_dict, self, path)))
@@ -523,7 +530,7 @@ def _placeholders_of_others(module: torch.nn.Module, recurse: bool) -> set[int]:
         for hook in get_hooks(inner):
             names = hook._names if isinstance(hook, AlignDevicesHook) else {}
             if names:
-                found.update(id(place.tensor) for place in find_slots(inner, hook.place_submodules) if place.name in names)  # type: ignore[attr-defined]
+                found.update(id(slot.tensor) for slot in find_slots(inner, hook.place_submodules) if slot.name in names)  # type: ignore[attr-defined]
     return found
 
 
@@ -605,4 +612,4 @@ class UserCpuOffloadHook:
 
 
 def _is_elsewhere(model: torch.nn.Module, device: torch.device) -> bool:
-    return any(place.tensor.device != device for place in find_slots(model, recurse=True))
+    return any(slot.tensor.device != device for slot in find_slots(model, recurse=True))

@@ -16,7 +16,7 @@ import torch
 
 from slipstream.big_models.device_map.validation import HOST, resolve_device
 from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, get_hooks
-from slipstream.big_models.hooks.weight_swap import find_slots, find_swappers, normalize_device, wrap_like
+from slipstream.big_models.hooks.weight_swap import copy_to_device, find_slots, find_swappers, normalize_device, wrap_like
 from slipstream.devices.memory import clear_device_cache
 from slipstream.devices.table import family_of
 from slipstream.errors import ConfigError, StateError
@@ -28,11 +28,11 @@ __all__ = [
 
 
 _PACKED = "Params4bit"
-"""A class of parameters whose values are packed, and have another shape than the parameter."""
+"""A parameter class of bitsandbytes whose packed values have another shape than the parameter."""
 
 
 def check_device_same(first_device: torch.device | str | int, second_device: torch.device | str | int) -> bool:
-    """Whether two devices are one; a number that is missing means the current device of its family.
+    """Return whether two devices are one; a missing number means the current device of its family.
 
     >>> check_device_same("cpu", torch.device("cpu:0")), check_device_same("cpu", "meta")
     (True, False)
@@ -57,9 +57,9 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put a parameter or buffer, by its path below the module, on a device; with `value`, give it these values.
 
-    dtype: what fractions are converted to; with None a value takes the type that the tensor has. tied_params_map (address -> device ->
-    copy): a copy that is known is used instead of another, and a new one is entered if the address is known. fp16_statistics: kept beside
-    the weight as its attribute `SCB`. clear_cache: cached memory of a device is given back after something left or came.
+    dtype: what floating point values are converted to; None takes the dtype of the tensor. tied_params_map (address -> device -> copy): a
+    known copy is used instead of another, and a new one is entered if the address is known. fp16_statistics: kept as the attribute `SCB` of
+    the weight. clear_cache: cached memory of a device is released after something was moved from or to it.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False, device="meta"))
     >>> set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.ones(1, 2))
@@ -80,12 +80,16 @@ def set_module_tensor_to_device(
             f"{tensor_name} of {type(module).__name__} cannot go to {target}: {'it' if value is None else 'the value given for it'} is on "
             "the meta device, without values. Give `value=` with its weights."
         )
-    wanted = _dtype(dtype, tensor_name) if dtype is not None else old.dtype
+    wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype or old.dtype
+    if not isinstance(wanted, torch.dtype):
+        raise ConfigError(
+            f"dtype={dtype!r}, given for {tensor_name}, is none that torch has. Write a torch.dtype, or its name such as 'bfloat16'."
+        )
     if not (source.is_floating_point() and wanted.is_floating_point):
         wanted = source.dtype
     if value is None and source.device == target and source.dtype is wanted:
         return
-    made = wrap_like(old, _copy_to(source, target, wanted, tied_params_map, non_blocking))
+    made = wrap_like(old, copy_to_device(source, target, tied_params_map, dtype=wanted, non_blocking=non_blocking))
     if fp16_statistics is not None:
         made.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     store[key] = made
@@ -121,32 +125,8 @@ def _device(given: Any, path: str) -> torch.device:
         ) from error
 
 
-def _dtype(given: Any, path: str) -> torch.dtype:
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if isinstance(found, torch.dtype):
-        return found
-    raise ConfigError(f"dtype={given!r}, given for {path}, is none that torch has. Write a torch.dtype, or its name such as 'bfloat16'.")
-
-
-@torch.no_grad()
-def _copy_to(
-    source: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    tied: dict[int, dict[torch.device, torch.Tensor]] | None,
-    non_blocking: bool,
-) -> torch.Tensor:
-    copies = tied.get(source.data_ptr()) if tied and not source.is_meta else None
-    if copies is not None and device in copies:
-        return copies[device]
-    moved = source.detach().to(device=device, dtype=dtype, non_blocking=non_blocking)
-    if copies is not None:
-        copies[device] = moved
-    return moved
-
-
 def has_offloaded_params(module: torch.nn.Module) -> bool:
-    """Whether the weights of a module come and go, by a hook of its own or of the block that it is part of.
+    """Return whether the weights of a module are offloaded, by a hook of its own or of the block that it is part of.
 
     >>> has_offloaded_params(torch.nn.Linear(2, 2))
     False
@@ -156,7 +136,7 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: torch.nn.Module, execution_device: torch.device | str | int | None = None) -> Iterator[None]:
-    """Inside, the tensors of a module itself (not of those below) are on a device; offloaded ones are there with their values.
+    """Move the tensors of a module itself (not of those below) to a device inside of the block, and bring offloaded ones.
 
     With None offloaded weights come to the execution device of their hook, and others stay. Afterwards everything is where it was; what is
     written into offloaded weights is lost.
@@ -181,18 +161,18 @@ def align_module_device(module: torch.nn.Module, execution_device: torch.device 
 
 @contextmanager
 def _moved_tensors(module: torch.nn.Module, execution_device: torch.device | str | int | None) -> Iterator[None]:
-    places = list(find_slots(module, recurse=False)) if execution_device is not None else []
+    slots = list(find_slots(module, recurse=False)) if execution_device is not None else []
     try:
-        for place in places:
-            set_module_tensor_to_device(module, place.name, execution_device, clear_cache=False)  # type: ignore[arg-type]
+        for slot in slots:
+            set_module_tensor_to_device(module, slot.name, execution_device, clear_cache=False)  # type: ignore[arg-type]
         yield
     finally:
-        for place in places:
-            now = place.store.get(place.key)
-            if now is not None and now is not place.tensor and now.device != place.tensor.device:
+        for slot in slots:
+            now = slot.store.get(slot.key)
+            if now is not None and now is not slot.tensor and now.device != slot.tensor.device:
                 if not now.is_meta:
-                    place.tensor.data = now.detach().to(place.tensor.device)
-                place.store[place.key] = place.tensor
+                    slot.tensor.data = now.detach().to(slot.tensor.device)
+                slot.store[slot.key] = slot.tensor
 
 
 @contextmanager
@@ -215,7 +195,7 @@ def _weights_in_place(module: torch.nn.Module, hooks: list[AlignDevicesHook], de
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
-    """The whole state dict of a model, on the CPU, wherever its weights are.
+    """Return the whole state dict of a model, on the CPU, wherever its weights are.
 
     >>> from slipstream.big_models.dispatch import dispatch_model
     >>> model = dispatch_model(torch.nn.Sequential(torch.nn.Linear(2, 1)), {"": "disk"})
@@ -237,7 +217,7 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Puts the values of one module into a state dict, under the names that are in it already; the same dict comes back.
+    """Put the values of one module into a state dict, under the names that are in it already, and return it.
 
     `module_name` is the full name of one of the module's tensors ("blocks.0.up.weight"). Offloaded ones go to `device_to_put_offload`.
 
@@ -247,7 +227,8 @@ def get_state_dict_from_offload(
     >>> found["0.weight"].shape, found["1.weight"]
     (torch.Size([1, 2]), '?')
     """
-    device = resolve_device(device_to_put_offload, "device_to_put_offload") if _is_offloaded(module) else None
+    offloaded = has_offloaded_params(module) or any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    device = resolve_device(device_to_put_offload, "device_to_put_offload") if offloaded else None
     prefix = "".join(module_name.rpartition(".")[:2])
     for name, value in module.state_dict().items():
         if f"{prefix}{name}" in state_dict:
@@ -257,8 +238,3 @@ def get_state_dict_from_offload(
 
 def _to_device(value: Any, device: torch.device) -> Any:
     return value.detach().to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
-
-
-def _is_offloaded(module: torch.nn.Module) -> bool:
-    """Whether it has weights that are away: by a hook of its own, or of a module around it."""
-    return has_offloaded_params(module) or any(parameter.is_meta for parameter in (*module.parameters(), *module.buffers()))

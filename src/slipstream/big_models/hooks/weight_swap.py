@@ -23,8 +23,8 @@ from slipstream.logging import get_logger
 
 __all__ = [
     "Bundle", "MappedBundle", "ModuleSlot", "ModuleTensor", "NAME_ATTRIBUTE", "OWNER_ATTRIBUTE", "PLAIN_TYPES", "PlaceholderBuffer",
-    "PlaceholderOwner", "PlaceholderParameter", "VALUE_ATTRIBUTE", "WeightSwapper", "find_slots", "find_swappers", "is_placeholder",
-    "make_meta_like", "make_placeholder", "normalize_device", "share_memory", "wrap_like",
+    "PlaceholderOwner", "PlaceholderParameter", "VALUE_ATTRIBUTE", "WeightSwapper", "copy_to_device", "find_slots", "find_swappers",
+    "is_placeholder", "make_meta_like", "make_placeholder", "normalize_device", "share_memory", "wrap_like",
 ]
 
 
@@ -92,16 +92,6 @@ def _placeholder_error(tensor: torch.Tensor, done: str) -> str:
     )
 
 
-class PlaceholderParameter(torch.nn.Parameter):
-    """The placeholder of a Parameter."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _apply_operation(func, args, kwargs or {})
-
-
 class PlaceholderBuffer(torch.Tensor):
     """The placeholder of a buffer, and of what is computed from placeholders alone."""
 
@@ -110,6 +100,12 @@ class PlaceholderBuffer(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _apply_operation(func, args, kwargs or {})
+
+
+class PlaceholderParameter(torch.nn.Parameter):
+    """The placeholder of a Parameter."""
+
+    __torch_function__ = PlaceholderBuffer.__torch_function__
 
 
 def make_placeholder(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -198,7 +194,7 @@ class ModuleTensor:
 def find_slots(module: torch.nn.Module, recurse: bool) -> Iterator[ModuleSlot]:
     """Yield every slot of a parameter or buffer: tied ones more than once, modules once.
 
-    >>> [place.name for place in find_slots(torch.nn.Sequential(torch.nn.Linear(2, 2)), recurse=True)]
+    >>> [slot.name for slot in find_slots(torch.nn.Sequential(torch.nn.Linear(2, 2)), recurse=True)]
     ['0.weight', '0.bias']
     """
     waiting, seen = [("", module)], {id(module)}
@@ -240,6 +236,8 @@ def wrap_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         if type(like) is torch.nn.Parameter or is_placeholder(like) or type(data) not in PLAIN_TYPES:
             made = torch.nn.Parameter(data.detach(), requires_grad=needs)
         else:
+            # torch internals: the only way to a Parameter subclass whose constructor takes other arguments. Tried on torch 2.13;
+            # tests/big_models/test_forward_hooks.py notices a change.
             made = torch.Tensor._make_subclass(type(like), data.detach(), needs)
     vars(made).update(
         {
@@ -277,6 +275,18 @@ def share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 _TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device, tied: _TiedTensors | None, **options: Any) -> torch.Tensor:
+    """Return a tensor on a device; one that `tied` (address -> device -> copy) knows has one copy per device."""
+    copies = tied.get(tensor.data_ptr()) if tied and not tensor.is_meta else None
+    if copies is not None and device in copies:
+        return copies[device]
+    with torch.inference_mode(False), torch.no_grad():
+        moved = tensor.detach().to(device=device, **options)
+    if copies is not None:
+        copies[device] = moved
+    return moved
 
 
 class Bundle(Protocol):
@@ -326,15 +336,9 @@ class MappedBundle:
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         self.keeps_changes = False
-        copies = self._tied.get(tensor.data_ptr()) if self._tied and not tensor.is_meta else None
-        if copies is not None and self._device in copies:
-            return copies[self._device]
-        with torch.inference_mode(False), torch.no_grad():
-            moved = tensor.detach().to(self._device)
-        if copies is not None:
-            copies[self._device] = moved
+        if self._tied and not tensor.is_meta and self._device not in self._tied.get(tensor.data_ptr(), {self._device: tensor}):
             self._shared.append(tensor.data_ptr())
-        return moved
+        return copy_to_device(tensor, self._device, self._tied)
 
 
 _InstalledValue = tuple[torch.Tensor, int, torch.dtype, bool]
@@ -358,7 +362,7 @@ class _SwapperReference:
 
 def find_swappers(module: torch.nn.Module) -> list[WeightSwapper]:
     """Return the swappers of a module's own tensors, whichever module their hooks are on; each once."""
-    keepers = [getattr(place.tensor, OWNER_ATTRIBUTE, None) for place in find_slots(module, recurse=False)]
+    keepers = [getattr(slot.tensor, OWNER_ATTRIBUTE, None) for slot in find_slots(module, recurse=False)]
     found = [keeper() for keeper in keepers if isinstance(keeper, _SwapperReference)]
     return list({id(entry): entry for entry in found if entry is not None}.values())
 
@@ -368,10 +372,10 @@ class _SwappedTensor:
 
     __slots__ = ("also", "first", "name")
 
-    def __init__(self, places: Sequence[ModuleSlot]) -> None:
-        self.name = places[0].name
-        self.first = (places[0].store, places[0].key, make_meta_like(places[0].tensor))
-        self.also = tuple((place.store, place.key) for place in places[1:])
+    def __init__(self, slots: Sequence[ModuleSlot]) -> None:
+        self.name = slots[0].name
+        self.first = (slots[0].store, slots[0].key, make_meta_like(slots[0].tensor))
+        self.also = tuple((slot.store, slot.key) for slot in slots[1:])
         self.put(self.first[2])
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -392,7 +396,7 @@ class _SwappedTensor:
 class WeightSwapper:
     """Swaps the weights of one module in and out.
 
-    `groups`: the places of each tensor (several where it is tied); the bundle gives one tensor for each group, in this order.
+    `groups`: the slots of each tensor (several where it is tied); the bundle gives one tensor for each group, in this order.
 
     >>> linear = torch.nn.Linear(2, 2, bias=False)
     >>> weights = {"weight": linear.weight.detach()}
@@ -402,7 +406,7 @@ class WeightSwapper:
     """
 
     def __init__(self, groups: Iterable[Sequence[ModuleSlot]], bundle: Bundle, prefix: str = "") -> None:
-        self._slots = [_SwappedTensor(places) for places in groups]
+        self._slots = [_SwappedTensor(slots) for slots in groups]
         for slot in self._slots:
             setattr(make_placeholder(slot.first[2], f"{prefix}{slot.name}"), OWNER_ATTRIBUTE, _SwapperReference(self))
         self._bundle = bundle
