@@ -105,6 +105,24 @@ class SplitPart:
     dealt: bool = False
     """Items were dealt out in turn rather than sliced."""
 
+    # As the order of results (`ResultOrder` in collectives.py), for one result per item:
+    leaf_by_leaf = False
+    ranks = None
+
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        """Return the positions of the results in their concatenation; None if a rank has another count than items.
+
+        >>> part = split(["a", "b", "c"], 0, 2, apply_padding=True)
+        >>> part.order([2, 2]), part.order([1, 1])
+        ([0, 1, 2], None)
+        """
+        if list(counts) != count_with_padding(self.total, self.world_size, self.apply_padding):
+            return None
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        real = [list(range(start, start + count)) for start, count in zip(starts, count_per_rank(self.total, self.world_size), strict=True)]
+        order: list[int] = restore_order(real, self.dealt)
+        return order
+
 
 @dataclass(frozen=True)
 class _SlicePositions:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import builtins
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
@@ -32,46 +31,12 @@ from slipstream.distributed.collectives import ResultOrder, check_agreement, gat
 from slipstream.distributed.current import current, current_or_none, reset_keeping_store
 from slipstream.distributed.guard import Channel, Limits
 from slipstream.distributed.process_group import GroupSettings, Runtime, torch_group_is_open
-from slipstream.distributed.split import SplitPart, count_per_rank, count_with_padding, restore_order, split
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.distributed.work_queue.work import Work
 
-__all__ = ["AcceleratorState", "PartialState", "is_initialized", "result_order_of"]
-
-
-def result_order_of(part: SplitPart | None) -> ResultOrder | None:
-    """Return how to order one result per item of a part; None where the order of the ranks is right as it is.
-
-    It applies only to results whose count on every rank is the count of items that the rank was given.
-
-    >>> from slipstream.distributed.split import split
-    >>> order = result_order_of(split(["a", "b", "c"], 0, 2, apply_padding=True))
-    >>> order.order([2, 2]), order.order([1, 1])
-    ([0, 1, 2], None)
-    """
-    return _SplitResultOrder(part) if part is not None and (part.dealt or part.apply_padding) else None
-
-
-@dataclass(frozen=True)
-class _SplitResultOrder:
-    part: SplitPart
-    leaf_by_leaf: bool = False
-    ranks: None = None
-
-    @property
-    def total(self) -> int:
-        return self.part.total
-
-    def order(self, counts: Sequence[int]) -> list[int] | None:
-        part = self.part
-        if list(counts) != count_with_padding(part.total, part.world_size, part.apply_padding):
-            return None
-        starts = [sum(counts[:rank]) for rank in range(len(counts))]
-        real = [list(range(start, start + count)) for start, count in zip(starts, count_per_rank(part.total, part.world_size), strict=True)]
-        order: list[int] = restore_order(real, part.dealt)
-        return order
+__all__ = ["AcceleratorState", "PartialState", "is_initialized"]
 
 
 P = ParamSpec("P")
@@ -348,11 +313,13 @@ class PartialState:
         """
         options = {"batch_size": batch_size, "key": key, "checkpoint": checkpoint, "progress": progress}
         if balance == "static" and not any(value is not None for value in options.values()):
+            from slipstream.distributed.split import split  # loaded only by who uses it
+
             part = split(inputs, self.process_index, self.num_processes, apply_padding)
-            self._part, self._part_of = result_order_of(part), calling_code()
+            self._part, self._part_of = part if part.dealt or apply_padding else None, calling_code()
             yield part.value
             return
-        from slipstream.distributed.work_queue.setup import check_balance  # loaded only by who uses it
+        from slipstream.distributed.work_queue.setup import check_balance
 
         check_balance(balance, apply_padding, options)
         with self._open_work_queue("split_between_processes", inputs, options) as work:
