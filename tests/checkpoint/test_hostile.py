@@ -108,12 +108,11 @@ def test_no_side_effects(results: Results) -> None:
     assert not os.path.exists(hostile.CANARY)
 
 
-def test_time_and_memory_of_attacks(results: Results) -> None:
-    """No attack takes long or much memory."""
-    long = [
-        (name, read["seconds"]) for name, attack, read in reads(results) if read["seconds"] > LONGEST + SECONDS_PER_BYTE * attack["bytes"]
-    ]
-    assert long == []
+def test_time_and_memory_of_attacks(results: Results, request: pytest.FixtureRequest) -> None:
+    """No attack takes much memory; with `--soak`, none takes long (one that hangs is found without it)."""
+    if request.config.getoption("--soak"):
+        limits = [(name, read["seconds"], LONGEST + SECONDS_PER_BYTE * attack["bytes"]) for name, attack, read in reads(results)]
+        assert [(name, seconds) for name, seconds, limit in limits if seconds > limit] == []
     much = [(name, outcome["memory"]) for name, attack, outcome in reads(results) if outcome["memory"] > 2 * attack["bytes"] + ROOM]
     assert much == []
 

@@ -37,7 +37,7 @@ from slipstream.files.reader import read_whole
 from slipstream.files.safetensors_layout import read_layout
 
 __all__ = [
-    "AccelerateCheckpoint", "AccelerateRandomStates", "is_accelerate_checkpoint", "read_accelerate_checkpoint", "read_random_states",
+    "AccelerateCheckpoint", "is_accelerate_checkpoint", "read_accelerate_checkpoint", "read_random_states",
 ]
 
 
@@ -46,16 +46,8 @@ _LARGEST_STATE = 2**20
 _OF_DEVICES = re.compile(r"torch_([a-z]+)_manual_seed", re.ASCII)
 
 
-@dataclass(frozen=True)
-class AccelerateRandomStates:
-    """Of one process."""
-
-    states: dict[str, Any]
-    step: int
-
-
-def read_random_states(value: Any, where: str, said: list[str]) -> AccelerateRandomStates:
-    """The states in what a random_states file holds; `said` is told what was left out.
+def read_random_states(value: Any, where: str, said: list[str]) -> tuple[dict[str, Any], int]:
+    """Return the states in what a random_states file holds; `said` is told what was left out.
 
     >>> read_random_states({"step": 3, "random_state": None}, "random_states_0.pkl", [])
     Traceback (most recent call last):
@@ -79,7 +71,7 @@ def read_random_states(value: Any, where: str, said: list[str]) -> AccelerateRan
     step = value.get("step", 0)
     if type(step) is not int or not 0 <= step < 2**60:
         raise CheckpointError(f"{where}: its step {step!r:.80} is no count")
-    return AccelerateRandomStates(states, step)
+    return states, step
 
 
 def _of_python(state: Any, where: str) -> dict[str, Any]:
@@ -115,7 +107,7 @@ def _of_host(state: Any, where: str) -> torch.Tensor:
 
 
 def _try(set_state: Callable[[Any], Any], state: Any, what: str) -> None:
-    """Sets a generator that nobody uses."""
+    """Set a generator that nobody uses."""
     try:
         set_state(state)
     except (TypeError, ValueError, RuntimeError, OverflowError, IndexError) as problem:
@@ -175,7 +167,7 @@ def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
 def read_accelerate_checkpoint(
     folder: str | os.PathLike[str], *, allow_pickle: bool = False, ranks: Container[int] | None = None
 ) -> AccelerateCheckpoint:
-    """What is in a checkpoint of Accelerate. `ranks` limits whose random states are read (all of them if left out).
+    """Return what is in a checkpoint of Accelerate. `ranks` limits whose random states are read (all of them if left out).
 
     With `allow_pickle=True`, files that hold objects of other classes are unpickled, which runs code that they name:
     only for checkpoints that you or people you trust have written.
@@ -187,7 +179,7 @@ def read_accelerate_checkpoint(
 
 
 def _names(folder: ConfinedFolder) -> frozenset[str]:
-    """All names in a folder. Links and the like are among them: opening them is refused where they would be read."""
+    """Return all names in a folder. Links and the like are among them: opening them is refused where they would be read."""
     refused: list[str] = []
     return frozenset([*folder.names(refused), *refused])
 
@@ -257,7 +249,7 @@ class _FolderReader:
     # -- which files there are
 
     def _numbered(self, stem: str, suffix: str, first: int = 1) -> list[tuple[int, str]]:
-        """Number and name of `stem.suffix` (which has the number 0), `stem_1.suffix`, ...; with `first=0` of `stem_0.suffix`, ..."""
+        """Return number and name of `stem.suffix` (number 0), `stem_1.suffix`, ...; with `first=0` of `stem_0.suffix`, ..."""
         pattern = re.compile(rf"{stem}_(0|[1-9]\d{{0,5}}){re.escape(suffix)}", re.ASCII)
         found = [(int(match[1]), name) for name in self._names if (match := pattern.fullmatch(name)) and int(match[1]) >= first]
         return sorted([*found, *([(0, f"{stem}{suffix}")] if first and f"{stem}{suffix}" in self._names else [])])
@@ -292,7 +284,7 @@ class _FolderReader:
             os.close(fd)
 
     def _values(self, name: str, largest: int | None = None) -> TorchFileValues:
-        """The values in a file; if more than data is in it, it is unpickled where that is allowed, and refused with `NotPlainError`
+        """Return the values in a file; if more than data is in it, it is unpickled where that is allowed, and refused with `NotPlainError`
         else.
         """
         try:
@@ -306,7 +298,7 @@ class _FolderReader:
         return values
 
     def _plain(self, name: str, largest: int | None = None, *, views: bool = False) -> Any:
-        """What a file holds. Its tensors have memory of their own; with `views` they share that of all its bytes."""
+        """Return what a file holds. Its tensors have memory of their own; with `views` they share that of all its bytes."""
         values = self._values(name, largest)
         if values.unknown:
             raise NotPlainError(
@@ -388,13 +380,13 @@ class _FolderReader:
             if rank != 0 and wanted is not None and rank not in wanted:
                 continue
             try:
-                found = read_random_states(self._plain(name, _LARGEST_SMALL_FILE), self._where(name), self._said)
+                found, count = read_random_states(self._plain(name, _LARGEST_SMALL_FILE), self._where(name), self._said)
             except NotPlainError as problem:
                 self._said.append(f"{problem} The random states of rank {rank} were left out.")
                 continue
-            step = found.step if rank == 0 else step
+            step = count if rank == 0 else step
             if wanted is None or rank in wanted:
-                states[rank] = found.states
+                states[rank] = found
         if not files:
             self._said.append(f"{self._folder.path} has no random_states_0.pkl: random states and the count of steps were not taken over")
         return states, step, max((rank + 1 for rank, _ in files), default=1)

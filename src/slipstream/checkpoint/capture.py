@@ -155,7 +155,7 @@ class PiecesPart:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the manifest says of the run."""
+    """What the manifest says of the run, under the same names."""
 
     stamp: str
     step: int

@@ -56,7 +56,7 @@ _CHILD_GRACE_SECONDS: Final = 10.0
 
 
 def hidden_path(path: Path, kind: HiddenKind) -> Path:
-    """A new hidden name beside a checkpoint.
+    """Return a new hidden name beside a checkpoint.
 
     >>> hidden_path(Path("/data/first"), "saving").name[:14]
     '.first.saving-'
@@ -65,14 +65,14 @@ def hidden_path(path: Path, kind: HiddenKind) -> Path:
 
 
 def names_with_leftovers(folder: Path) -> set[str]:
-    """The names of all checkpoints in a folder that have something lying beside them."""
+    """Return the names of all checkpoints in a folder that have something lying beside them."""
     with suppress(OSError), os.scandir(folder) as entries:
         return {found["stem"] for entry in entries if (found := _HIDDEN.fullmatch(entry.name))}
     return set()
 
 
 def find_recoverable(path: Path) -> Path | None:
-    """Where the checkpoint of this name can be read if a crash took it from its place; None if it is in its place, or nowhere.
+    """Return where the checkpoint of this name can be read if a crash took it from its place; None if it is in its place, or nowhere.
 
     That can be only where the system knows no exchange of two folders: the moment between two renames.
     """
@@ -87,12 +87,12 @@ def find_recoverable(path: Path) -> Path | None:
 
 
 def lock_path(path: Path) -> Path:
-    """The file that a save to this name holds locked."""
+    """Return the file that a save to this name holds locked."""
     return path.with_name(f".{_stem(path.name)}.lock")
 
 
 def acquire_lock(path: Path, disk: Disk) -> int | None:
-    """The lock of a name, or None where the file system knows no locks; a `CheckpointError` names the process that has it."""
+    """Return the lock of a name, or None where the file system knows no locks; a `CheckpointError` names the process that has it."""
     lock = lock_path(path)
     deadline = time.monotonic() + _CHILD_GRACE_SECONDS
     while True:
@@ -140,7 +140,7 @@ def sweep_leftovers(path: Path, disk: Disk) -> None:
 
 
 def sweep_locked(path: Path, disk: Disk) -> None:
-    """The same for whoever holds the lock. What cannot be removed is said and left: it is no reason not to save."""
+    """Do what `sweep_leftovers` does, for the holder of the lock. What cannot be removed is logged, and does not fail the save."""
     found = {kind: _beside(path, kind) for kind in ("saving", "was", "removing")}
     if not any(found.values()):
         return
@@ -231,7 +231,7 @@ def _has_same_bytes(path: Path, other: Path) -> bool:
 
 
 def _files_of(old: Path, new: Path) -> set[str]:
-    """The names of the files in a replaced folder that belong to its checkpoint."""
+    """Return the names of the files in a replaced folder that belong to its checkpoint."""
     manifest, successor = read_manifest_or_none(old), read_manifest_or_none(new)
     # A second save at the same place of a run: a rank that came before its commit took the first one for it, and put its file there.
     stamp = None if successor is None else successor.stamp
@@ -253,7 +253,7 @@ def _is_whole(folder: Path, manifest: Manifest) -> bool:
 
 
 def _stem(name: str) -> str:
-    """The name, or for one that is too long to have something put around it, its beginning and its checksum."""
+    """Return the name, or for one that is too long to have something put around it, its beginning and its checksum."""
     encoded = os.fsencode(name)
     if len(encoded) <= _LONGEST_STEM:
         return name
@@ -309,7 +309,7 @@ class LocalTarget:
         self.disk = disk or Disk()
 
     def begin(self) -> LocalStage:
-        """An empty stage; nothing of what is under the name changes before its `commit`."""
+        """Return an empty stage; nothing of what is under the name changes before its `commit`."""
         _check_target(self.path)
         lock = None
         with _explain_os_errors(self.path, self.disk):
@@ -324,7 +324,7 @@ class LocalTarget:
                 raise
 
     def join(self, ticket: str) -> JoinedStage:
-        """The stage that another process has begun, for adding files to it."""
+        """Return the stage that another process has begun, for adding files to it."""
         return JoinedStage(self.path, ticket, self.disk)
 
 
@@ -482,7 +482,7 @@ class JoinedStage(LocalStage):
         raise CheckpointError(f"{self.target} is committed by the process that has begun it.")
 
     def abandon(self) -> None:
-        """Nothing more is added from here."""
+        """Add nothing more; the other process removes the stage."""
         self._open = False
 
 
@@ -553,7 +553,7 @@ def _release(target: Path, disk: Disk, lock: int | None) -> None:
 
 
 def _resolved(path: str) -> Path:
-    """The path, absolute, with every link on the way to its last part followed, but not that one itself."""
+    """Return the path, absolute, with every link on the way to its last part followed, but not that one itself."""
     bare = path.rstrip("/") or "/"
     parent, name = os.path.split(bare)
     if name in ("", os.curdir, os.pardir):
@@ -562,7 +562,7 @@ def _resolved(path: str) -> Path:
 
 
 def _check_target(path: Path) -> None:
-    """A place that a checkpoint can take; `ConfigError` says what is wrong with another."""
+    """Raise a `ConfigError` for a place that a checkpoint cannot take."""
     why = None
     if path.parent == path:
         why = "it is the root of the file system"
@@ -610,7 +610,7 @@ def _make_parents(folder: Path, disk: Disk) -> None:
 
 @contextmanager
 def _explain_os_errors(target: Path, disk: Disk, *, needed: int | None = None) -> Iterator[None]:
-    """Errors of the system, as what they mean for a save."""
+    """Turn errors of the system into a `CheckpointError` that says what they mean for a save."""
     try:
         yield
     except OSError as error:

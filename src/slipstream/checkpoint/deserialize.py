@@ -53,7 +53,7 @@ _Maker = Callable[["_Rebuilder", Any, int], Any]
 
 
 def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    """The value of which `flatten` made this tree and these tensors; `where` names the file for messages.
+    """Return the value of which `flatten` made this tree and these tensors; `where` names the file for messages.
 
     Tensors are handed on as they are: no copies.
 
@@ -207,7 +207,7 @@ class _Rebuilder:
         return found
 
     def to_tensor(self, node: Any, depth: int) -> Any:
-        """The tensor itself, or what was made of it; two places that say the same get the same object."""
+        """Return the tensor itself, or what was made of it; two places that say the same get the same object."""
         stored = self._tensor_named(node["$tensor"])
         identity = repr(sorted(node.items()))
         if identity not in self._made:
@@ -291,7 +291,7 @@ _BESIDE: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 
 
 def _check_hashes(keys: list[Any]) -> None:
-    """Keys that were chosen to have one hash make a dict take forever: numbers can be, and a few meet by chance."""
+    """Raise for keys that were chosen to have one hash, which make a dict take forever; a few meet by chance."""
     if len(keys) > _MANY and len(keys) - len({hash(key) for key in keys}) > _MANY:
         raise ValueError("its keys were made to collide")
 

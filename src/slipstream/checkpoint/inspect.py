@@ -74,7 +74,7 @@ class CheckpointSummary:
         return 0 if self.manifest is None else sum(entry.size for entry in self.manifest.files.values())
 
     def ranks(self) -> dict[int, Path]:
-        """The files of ranks that were added after its manifest."""
+        """Return the files of ranks that were added after its manifest."""
         return {} if self.manifest is None or self.url is not None else rank_files(self.folder, self.manifest.stamp)
 
 
@@ -110,7 +110,7 @@ class FolderSurvey:
 
 
 def check_folder(given: str) -> Path:
-    """The folder that an argument names, or a `ConfigError` that says what is wrong with it."""
+    """Return the folder that an argument names, or a `ConfigError` that says what is wrong with it."""
     path = Path(os.path.abspath(os.path.expanduser(given)))
     try:
         os.scandir(path).close()
@@ -128,7 +128,7 @@ def check_folder(given: str) -> Path:
 
 
 def summarize_checkpoint(folder: Path, name: str | None = None, note: str = "") -> CheckpointSummary:
-    """A folder with its manifest, or with the reason why it has none."""
+    """Return a folder with its manifest, or with the reason why it has none."""
     shown = folder.name if name is None else name
     try:
         return CheckpointSummary(folder, shown, read_manifest(folder), note=note)
@@ -137,7 +137,7 @@ def summarize_checkpoint(folder: Path, name: str | None = None, note: str = "") 
 
 
 def survey_folder(given: str, folder: Path) -> FolderSurvey:
-    """All that lies in a folder of checkpoints, or the one checkpoint that the folder is."""
+    """Return all that lies in a folder of checkpoints, or the one checkpoint that the folder is."""
     itself = summarize_checkpoint(folder)
     if itself.manifest is not None or os.path.lexists(folder / MANIFEST):
         found = [itself] if itself.manifest is not None else []
@@ -158,7 +158,7 @@ def survey_folder(given: str, folder: Path) -> FolderSurvey:
 
 
 def size_problems(checkpoint: CheckpointSummary) -> list[str]:
-    """What is wrong with the files of a checkpoint as far as their sizes say, each with the name of the file."""
+    """Return what is wrong with the files of a checkpoint as far as their sizes say, each with the name of the file."""
     assert checkpoint.manifest is not None
     wrong: list[str] = []
     try:
@@ -186,7 +186,7 @@ def _summaries(folder: Path) -> Iterator[CheckpointSummary]:
 
 
 def _in_order(name: str) -> list[tuple[int, int, str]]:
-    """checkpoint_9 comes before checkpoint_10."""
+    """Return a sort key by which checkpoint_9 comes before checkpoint_10."""
     return [(1, int(part), "") if part.isdigit() and part.isascii() else (0, 0, part) for part in _DIGITS.split(name)]
 
 
@@ -199,7 +199,7 @@ def _latest(folder: Path) -> str | None:
 
 
 def _leftovers(folder: Path, stamps: set[str]) -> Iterator[Leftover]:
-    """What is hidden in a folder of checkpoints with these stamps."""
+    """Yield what is hidden in a folder of checkpoints with these stamps."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(".")]
     living = {found["name"]: who for name in names if (found := _LOCK.fullmatch(name)) and (who := _saving_process(folder / found["name"]))}
@@ -217,7 +217,7 @@ def _leftovers(folder: Path, stamps: set[str]) -> Iterator[Leftover]:
 
 
 def _saving_process(path: Path) -> str:
-    """Who is saving to a name at this moment: the lock says so, and is only read here."""
+    """Return the process that is saving to a name at this moment, as its lock says; "" if there is none."""
     try:
         with ConfinedFolder(path.parent) as opened:
             pid, host = opened.read(lock_path(path).name, _LONGEST_NOTE).decode(errors="replace").split("\n")[0].split(" ", 1)
@@ -252,7 +252,7 @@ def _suggest_nearby(path: Path) -> str:
 
 
 def split_duplicates(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without those that name the same place once more, and these."""
+    """Return the arguments without those that name the same place once more, and these."""
     seen: set[str] = set()
     kept: list[str] = []
     again: list[str] = []
@@ -264,7 +264,7 @@ def split_duplicates(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def survey_location(given: str) -> FolderSurvey:
-    """What lies at a path or URL."""
+    """Return what lies at a path or URL."""
     if not is_url(given):
         return _local_survey(given)
     from slipstream.checkpoint.remote import list_numbered, read_remote_manifest
@@ -288,7 +288,7 @@ def survey_location(given: str) -> FolderSurvey:
 
 
 def _local_survey(given: str) -> FolderSurvey:
-    """A folder with nothing but `checkpoints` in it is that of a project: those are meant."""
+    """Return a folder with nothing but `checkpoints` in it is that of a project: those are meant."""
     found = survey_folder(given, check_folder(local_path(given)))
     if not found.single and not found.checkpoints and any(other.name == "checkpoints" for other in found.others):
         inner = survey_folder(f"{given.rstrip('/')}/checkpoints", found.folder / "checkpoints")
@@ -299,7 +299,7 @@ def _local_survey(given: str) -> FolderSurvey:
 
 @contextmanager
 def open_readable(checkpoint: CheckpointSummary) -> Iterator[CheckpointSummary]:
-    """The same checkpoint with files that can be opened: those behind a URL are copied for the time of the block."""
+    """Yield the checkpoint with files that can be opened: those behind a URL are copied for the time of the block."""
     if checkpoint.url is None:
         yield checkpoint
         return
@@ -310,7 +310,7 @@ def open_readable(checkpoint: CheckpointSummary) -> Iterator[CheckpointSummary]:
 
 
 def find_single_checkpoint(given: str) -> CheckpointSummary:
-    """The checkpoint at a path or URL; a folder around several is a `ConfigError` that names them."""
+    """Return the checkpoint at a path or URL; a folder around several is a `ConfigError` that names them."""
     found = survey_location(given)
     if found.single:
         if not found.checkpoints:
@@ -350,7 +350,7 @@ class LazyTensorFile:
             os.close(fd)
 
     def tree(self) -> Any:
-        """What stands beside the tensors."""
+        """Return what stands beside the tensors."""
         text = self.layout.metadata.get("tree")
         if text is None:
             raise CheckpointError(f"{self.path} holds tensors but no state: its metadata have no 'tree'")
@@ -420,7 +420,7 @@ class StoredTensor:
 
 
 def read_state_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> tuple[Any, dict[str, StoredTensor]]:
-    """The tree of a part, and its tensors by name; `pieces` are the files with pieces of some of them."""
+    """Return the tree of a part, and its tensors by name; `pieces` are the files with pieces of some of them."""
     if name.endswith(".json"):
         with ConfinedFolder(folder) as opened:
             data = opened.read(name, strict_json.LARGEST)
@@ -431,7 +431,7 @@ def read_state_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> tupl
 
 
 def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTensor]:
-    """The tensors of a model that are stored, by name."""
+    """Return the tensors of a model that are stored, by name."""
     found: dict[str, StoredTensor] = {}
     for name in model.files:
         file = LazyTensorFile(folder, name)
@@ -443,7 +443,7 @@ def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTenso
 
 
 def _join_pieces(folder: Path, names: Iterable[str], found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """What was found, and the tensors whose pieces are in these files; an error where pieces are not the whole."""
+    """Return what was found, and the tensors whose pieces are in these files; an error where pieces are not the whole."""
     held: dict[str, list[tuple[LazyTensorFile, TensorEntry, PiecePosition]]] = {}
     for name in names:
         file = LazyTensorFile(folder, name)
@@ -463,7 +463,7 @@ def _join_pieces(folder: Path, names: Iterable[str], found: dict[str, StoredTens
 
 
 def resolve_aliases(stored: Mapping[str, StoredTensor], aliases: Mapping[str, str], where: str) -> dict[str, StoredTensor]:
-    """The same with names of tied weights, which are stored once."""
+    """Return the same with names of tied weights, which are stored once."""
     found = dict(stored)
     for name, target in aliases.items():
         if target not in stored or name in stored:
@@ -474,7 +474,7 @@ def resolve_aliases(stored: Mapping[str, StoredTensor], aliases: Mapping[str, st
 
 
 def tensor_names(tree: Any) -> Iterator[str]:
-    """The names of all tensors that a tree refers to."""
+    """Yield the names of all tensors that a tree refers to."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -492,7 +492,7 @@ Advance = Callable[[int], object]
 
 
 def bytes_to_read(checkpoint: CheckpointSummary) -> int:
-    """How much `find_problems` reads, for a progress bar; files of ranks count too."""
+    """Return how much `find_problems` reads, for a progress bar; files of ranks count too."""
     total = checkpoint.size
     for path in checkpoint.ranks().values():
         total += path.lstat().st_size if not path.is_symlink() else 0
@@ -536,7 +536,7 @@ def find_problems(checkpoint: CheckpointSummary, advance: Advance) -> Iterator[s
 
 
 def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) -> str | None:
-    """What is wrong with one file; an entry of a negative size says nothing about sizes."""
+    """Return what is wrong with one file; an entry of a negative size says nothing about sizes."""
     path = folder / name
     try:
         with ConfinedFolder(folder) as opened:

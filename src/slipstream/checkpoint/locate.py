@@ -66,7 +66,7 @@ class Checkpoint:
     _late: dict[int, Path] | None = field(default=None, repr=False)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
-        """The tensors of a model, by name; their memory is handed over. Those that are in pieces are placeholders."""
+        """Return the tensors of a model, by name; their memory is handed over. Those that are in pieces are placeholders."""
         model, tensors = self.manifest.models[number], dict[str, torch.Tensor]()
         for name in model.files:
             for key, tensor in load_tensors(self.buffers.pop(name), self._path(name)).tensors.items():
@@ -83,18 +83,18 @@ class Checkpoint:
         return tensors
 
     def part(self, name: str) -> Any:
-        """The state in a part; the memory of its tensors is handed over. Those that are in pieces are placeholders."""
+        """Return the state in a part; the memory of its tensors is handed over. Those that are in pieces are placeholders."""
         elsewhere = self._pieces(self.manifest.pieces.get(name, ()))
         return read_part(name, self.buffers.pop(name), self._path(name), elsewhere)
 
     def _pieces(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Stand-ins for the tensors whose pieces are in these files."""
+        """Return placeholders for the tensors whose pieces are in these files."""
         if not names:
             return {}
         return self.placeholders.add(open_pieces(self.folder, names, self.manifest.files, self.buffers.pop))
 
     def rank(self, rank: int) -> dict[str, Any] | None:
-        """What belongs to a rank, if that rank has saved it."""
+        """Return what belongs to a rank, if that rank has saved it."""
         name = self.manifest.ranks.get(rank)
         if name is not None:
             return self._checked(self.part(name), rank, name)
@@ -107,7 +107,7 @@ class Checkpoint:
         return self._checked(read_part("rank.safetensors", buffer, str(path)), rank, path.name)
 
     def read_ranks(self) -> None:
-        """Reads and verifies what ranks added after the manifest was written; but for large files, with gradients, and for large runs."""
+        """Read and verifies what ranks added after the manifest was written; but for large files, with gradients, and for large runs."""
         self._late = rank_files(self.folder, self.manifest.stamp)
         for path in self._late.values() if self.manifest.world <= _LARGEST_WORLD else ():
             if path.lstat().st_size <= _LARGEST_RANK_FILE:
@@ -123,7 +123,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: True, alone: bool = False) -> Checkpoint:
-    """Reads and verifies a checkpoint; the bytes of files that `keep` does not want are given back at once.
+    """Read and verifies a checkpoint; the bytes of files that `keep` does not want are given back at once.
 
     `alone`: no other process reads it at the same time, which would profit from files that went through the page cache.
     """
@@ -143,7 +143,7 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
 
 
 def _folder_identity(folder: Path) -> tuple[int, ...] | None:
-    """What tells a checkpoint from one that takes its place; a folder that is exchanged at this moment is there the next time one looks."""
+    """Return what tells a checkpoint from one that replaces it. A folder that is being exchanged is there at the next look."""
     for _ in range(_MOST_LOOKS):
         with suppress(OSError):
             around, found = os.stat(folder), os.stat(folder / MANIFEST, follow_symlinks=False)
@@ -210,7 +210,7 @@ class NewestCheckpoint:
 def open_newest(
     candidates: Iterable[Path], where: str, *, alone: bool = False, known: Mapping[Path, str] | None = None
 ) -> NewestCheckpoint:
-    """The first of the candidates (newest first) that verifies, with all that ranks have added to it.
+    """Return the first of the candidates (newest first) that verifies, with all that ranks have added to it.
 
     They are asked for anew if all of them vanish: a newer one has come then. `known` are those that cannot be used, and why.
     """
@@ -281,7 +281,7 @@ class SavedState:
 
 
 def read_saved_state(checkpoint: Checkpoint, where: str) -> SavedState:
-    """The parts of a verified checkpoint of ours."""
+    """Return the parts of a verified checkpoint of ours."""
     manifest = checkpoint.manifest
     if manifest.training is None:
         raise CheckpointError(f"{where} has no state of a training loop")

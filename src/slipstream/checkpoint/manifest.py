@@ -304,7 +304,7 @@ class _ManifestReader:
         return FileEntry(self._whole(f"size of {name}", entry.get("size")), entry["checksum"])
 
     def _part(self, where: str, name: Any) -> str:
-        """A file that has to be listed with its size and checksum, and is nothing else."""
+        """Return a file that has to be listed with its size and checksum, and is nothing else."""
         if self._listed(where, name) in self._used:
             raise self._wrong(where, f"{_shown(name)} is used for something else too")
         self._used.add(name)
@@ -332,7 +332,7 @@ class _ManifestReader:
         return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known, pieces)
 
     def _pieces(self, where: str, names: Any) -> tuple[str, ...]:
-        """Files of pieces; each has its sums beside it."""
+        """Return files of pieces; each has its sums beside it."""
         if not isinstance(names, list):
             raise self._wrong(where, "its pieces are no list of files")
         for name in names:

@@ -61,7 +61,7 @@ def save_model(
     *,
     disk: Disk | None = None,
 ) -> None:
-    """Writes the weights of a model, or a state dict, as `model.safetensors`, or as several files with an index if they are larger.
+    """Write the weights of a model, or a state dict, as `model.safetensors`, or as several files with an index if they are larger.
 
     With `safe_serialization=False` as `pytorch_model.bin`, by `torch.save`. Other files in the folder stay; those of an earlier save
     of the same kind are replaced.
@@ -116,7 +116,7 @@ def _add_safe(files: AtomicFiles, weights: Weights, largest: int, shown: Progres
 
 
 def _add_torch(files: AtomicFiles, weights: Weights, state: Mapping[str, Any], largest: int, shown: ProgressBar) -> set[str]:
-    """Tied weights stand in the file of the one that they are tied to: there they cost nothing."""
+    """Write the format of torch.save. Tied weights stand in the file of the weight that they are tied to: there they cost nothing."""
     groups = plan_shards(weights.tensors, largest)
     names = shard_names(MODEL_NAME, len(groups), "bin")
     others: dict[str, list[str]] = {}
@@ -141,7 +141,7 @@ def _add_torch(files: AtomicFiles, weights: Weights, state: Mapping[str, Any], l
 
 
 def _stale_files(folder: Path, base: str, new: Collection[str]) -> list[str]:
-    """Files of an earlier save of the same kind that are not part of this one; the index first, so that nothing points at what is gone."""
+    """Return files of an earlier save that are not part of this one; the index first, so that nothing points at what is gone."""
     suffix = "safetensors" if base == SAFE_MODEL_NAME else "bin"
     ours = re.compile(rf"{base}({_SHARD})?\.{suffix}(\.index\.json)?|{base}_extra\.(json|safetensors)", re.ASCII)
     old = [name for name in os.listdir(folder) if ours.fullmatch(name) and name not in new]
@@ -149,7 +149,7 @@ def _stale_files(folder: Path, base: str, new: Collection[str]) -> list[str]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same state dict with every tensor once and each in one piece, as the safetensors package wants them; it says what it left out.
+    """Return the state dict with every tensor once and contiguous, as the safetensors package wants them; warn of what is left out.
 
     >>> shared = torch.ones(2)
     >>> list(clean_state_dict_for_safetensors({"embed": shared, "head": shared}))
@@ -161,11 +161,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         pairs = ", ".join(f"{other} (is {kept})" for other, kept in list(weights.aliases.items())[:5])
         get_logger(__name__).warning(f"{len(weights.aliases)} names of tied weights are left out: {pairs}. Tie them again after loading.")
     kept = {**weights.tensors, **weights.extra}
-    return {name: _contiguous(kept[name]) for name in state_dict if name in kept}
-
-
-def _contiguous(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+    return {name: value.contiguous() if isinstance(value := kept[name], torch.Tensor) else value for name in state_dict if name in kept}
 
 
 def load_weights(
@@ -176,7 +172,7 @@ def load_weights(
     *,
     strict: bool = False,
 ) -> LoadReport:
-    """Loads weights into a model, wherever its tensors are; those on the meta device get memory.
+    """Load weights into a model, wherever its tensors are; those on the meta device get memory.
 
     `checkpoint` is a file (safetensors, or of torch.save), an index, or a folder: one of `save_model`, of `save_state`, or of another
     library. Names that are missing or unexpected are a warning, or an error with `strict=True`, or if they would leave weights on the meta
@@ -200,7 +196,7 @@ def load_weights(
 
 
 def parse_dtype(given: Any) -> torch.dtype | None:
-    """A floating point type from its name, or as torch has it.
+    """Return a floating point type from its name, or as torch has it.
 
     >>> parse_dtype("bfloat16")
     torch.bfloat16
@@ -217,7 +213,7 @@ def parse_dtype(given: Any) -> torch.dtype | None:
 def _load(
     model: torch.nn.Module, source: WeightSource, where: str, dtype: torch.dtype | None, keep: tuple[str, ...], *, strict: bool
 ) -> LoadReport:
-    """First all headers, then all values: file by file if the model takes them as they come, at once if it looks at several."""
+    """Read all headers, check the fit, then load the values: file by file, or at once if the model looks at several."""
     forms: dict[str, torch.Tensor] = {}
     aliases = dict(source.aliases)
     homes: dict[str, str] = {}
@@ -277,7 +273,7 @@ def merge_weights(
     progress: Progress | None = None,
     disk: Disk | None = None,
 ) -> Path:
-    """Writes the weights in a folder (or those of an index) as one file, and gives back its path.
+    """Write the weights in a folder (or those of an index) as one file, and return its path.
 
     `output` is a folder, in which the file is `model.safetensors`, or the path of a file. `remove` deletes the files that were merged,
     once the new one has been verified. With `safe_serialization=False` the file is `pytorch_model.bin`, by `torch.save`. `progress` is told
@@ -358,7 +354,7 @@ def _merge(files: AtomicFiles, source: WeightSource, target: Path, progress: Pro
 
 
 def _contents(source: WeightSource) -> tuple[list[_CopiedTensor], dict[str, str]]:
-    """All tensors in the order of a file (`file_order_key`) and else file by file, and the other names of those that have several."""
+    """Return all tensors in the order of a file (`file_order_key`), and the other names of tied ones."""
     found: dict[str, _CopiedTensor] = {}
     aliases = dict(source.aliases)
     for name, file in zip(source.files, source.each(), strict=True):
@@ -425,7 +421,7 @@ def _chunk_bytes(held: Any, name: str) -> Iterator[memoryview]:
 
 
 def _all_weights(source: WeightSource) -> Mapping[str, Any]:
-    """All weights under all their names; the files stay mapped, so they take no memory."""
+    """Return all weights under all their names; the files stay mapped, so they take no memory."""
     aliases = dict(source.aliases)
     state: dict[str, Any] = {}
     for file in source.each():

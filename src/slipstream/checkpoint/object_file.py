@@ -44,7 +44,7 @@ def save(
     *,
     disk: Disk | None = None,
 ) -> None:
-    """Writes an object to a file, on the main process (or the first of each machine) alone; the others return at once.
+    """Write an object to a file, on the main process (or the first of each machine) alone; the others return at once.
 
     The object is plain data with tensors in it, such as a state dict; what cannot be kept is an error that says where it is.
     `safe_serialization=False` writes by `torch.save` instead, which uses pickle.
@@ -105,7 +105,7 @@ def _process() -> Process:
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
-    """What a file holds that `save`, `torch.save` or the safetensors package wrote.
+    """Return what a file holds that `save`, `torch.save` or the safetensors package wrote.
 
     Tensors come to the CPU, each in memory of its own, or to the device `map_location`. A file of `torch.save` is read as data; with
     `weights_only=False` it is unpickled, which runs what it says: only for files that you trust. Other keywords are those of `torch.load`,
@@ -168,7 +168,7 @@ def _check_device(map_location: Any) -> None:
 
 
 def _device(map_location: Any, where: str, options: Mapping[str, Any]) -> torch.device | None:
-    """Where the tensors of a file go that torch.load does not read; its options are refused."""
+    """Return where the tensors of a file go that torch.load does not read; its options are refused."""
     if options:
         raise ConfigError(f"{', '.join(options)} means something to torch.load, and {where} is no file of torch.save. Leave it out.")
     if map_location is None:

@@ -67,7 +67,7 @@ class PickledCall:
 
 
 def disassemble(data: bytes, where: str) -> Any:
-    """The tree of records that this pickle describes; `where` is its path, for messages.
+    """Return the tree of records that this pickle describes; `where` is its path, for messages.
 
     >>> disassemble(b"cos\\nsystem\\n(S'true'\\ntR.", "a pickle")
     PickledCall(path='os.system', arguments=('true',), state=None, items=[])
@@ -110,12 +110,6 @@ class _PickleStack:
         if value is _MARK:
             raise ValueError("a mark where a value should be")
         return value
-
-    def drop(self) -> None:
-        del self.stack[-1]
-
-    def drop_to_mark(self) -> None:
-        self.since_mark()
 
     def since_mark(self) -> list[Any]:
         place = len(self.stack) - 1
@@ -183,10 +177,6 @@ def _pairs(values: list[Any]) -> PickledCall:
     return PickledCall(DICT, items=list(zip(values[::2], values[1::2], strict=True)))
 
 
-def _ignore(machine: _PickleStack, argument: Any) -> None:
-    pass
-
-
 def _tuple_of(count: int) -> Callable[[_PickleStack, Any], None]:
     return lambda machine, _: machine.push_record(tuple(machine.last(count)))
 
@@ -230,16 +220,16 @@ _LITERALS: Final = (
     "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING",
     "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
 )  # fmt: skip
-_ACTIONS: Final[Mapping[str, Callable[[_PickleStack, Any], None]]] = MappingProxyType(
+_ACTIONS: Final[Mapping[str, Callable[[_PickleStack, Any], object]]] = MappingProxyType(
     {
-        **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
+        **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
         **dict.fromkeys(_LITERALS, _PickleStack.push),
         "NONE": lambda machine, _: machine.push(None),
         "NEWTRUE": lambda machine, _: machine.push(True),
         "NEWFALSE": lambda machine, _: machine.push(False),
         "MARK": lambda machine, _: machine.push(_MARK),
-        "POP": lambda machine, _: machine.drop(),
-        "POP_MARK": lambda machine, _: machine.drop_to_mark(),
+        "POP": lambda machine, _: machine.stack.pop(),
+        "POP_MARK": lambda machine, _: machine.since_mark(),
         "DUP": lambda machine, _: machine.push(machine.top()),
         "PUT": lambda machine, place: machine.note(int(place)),
         "BINPUT": lambda machine, place: machine.note(place),
@@ -319,12 +309,12 @@ class TorchFileValues:
     make_owned: Callable[[], Any] = field(default=lambda: None, repr=False)
 
     def owned(self) -> Any:
-        """The same values, whose tensors have memory of their own. The bytes of the file are given back on the way: ask once, and last."""
+        """Return the values with tensors that own their memory. The bytes of the file are released: call it once, and last."""
         return self.make_owned()
 
 
 def read_values(data: memoryview, where: str) -> TorchFileValues:
-    """The values in the bytes of a file that torch.save wrote. Tensors share their memory if it can be written, and lies well for them."""
+    """Return the values in the bytes of a file that torch.save wrote. Tensors share the memory if it is writable and aligned."""
     archive = read_archive(data, where)
     if "byteorder" in archive.spans and bytes(archive.entry("byteorder")) != b"little":
         raise CheckpointError(f"{where} was written on a machine with another order of bytes; save it again on one that is little-endian")
@@ -335,7 +325,7 @@ def read_values(data: memoryview, where: str) -> TorchFileValues:
 
 
 def _shared(data: memoryview) -> torch.Tensor:
-    """Bytes as a tensor that is their memory, where it can be."""
+    """Return bytes as a tensor that shares their memory, where it can."""
     if data.readonly or not data:
         return tensor_from_bytes(data, torch.uint8, (len(data),))
     raw = torch.frombuffer(data, dtype=torch.uint8)
@@ -343,7 +333,7 @@ def _shared(data: memoryview) -> torch.Tensor:
 
 
 def _moved(data: memoryview) -> torch.Tensor:
-    """Bytes as a tensor with memory of its own; theirs is given back."""
+    """Return bytes as a tensor with memory of its own, and release theirs."""
     made = tensor_from_bytes(data, torch.uint8, (len(data),))
     release_memory(data)
     return made
@@ -365,7 +355,7 @@ class _Builder:
         return CheckpointError(f"{self.where} is damaged, or was made to deceive: {why}. Use another copy of the checkpoint.")
 
     def build(self, record: Any, depth: int) -> tuple[Any, int]:
-        """A value, and how many values it is when shared ones are written out: few bytes can share their way to billions."""
+        """Return a value, and how many values it is when shared ones are written out: few bytes can share their way to billions."""
         if type(record) in _PLAIN:
             return record, 1
         key = id(record)  # the tree of records lives as long as this object is used
@@ -416,7 +406,7 @@ class _Builder:
     # -- what mappings and sets are made of
 
     def checked_keys(self, keys: list[Any]) -> list[Any]:
-        """The same keys, if they are plain and were not chosen to have one hash, which would take time without end."""
+        """Return the same keys, if they are plain and were not chosen to have one hash, which would take time without end."""
         seen: dict[int, int] = {}
         for key in keys:
             if type(key) is str:  # the hash of a text is different in every process
@@ -450,7 +440,7 @@ class _Builder:
     # -- what tensors are made of
 
     def _storage(self, record: Any) -> tuple[torch.UntypedStorage, torch.dtype, int]:
-        """A storage, the type of its elements as the file says it, and how many bytes it has."""
+        """Return a storage, the type of its elements as the file says it, and how many bytes it has."""
         fields = record.arguments if type(record) is PickledCall and record.path == STORAGE else None
         if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage" or type(fields[1]) is not PickledName:
             raise self.wrong("a tensor has no storage")
@@ -466,7 +456,7 @@ class _Builder:
         return self._storages[key].untyped_storage(), dtype, end - start
 
     def tensor(self, stored: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A view of a storage that lies inside it and has no more elements than it."""
+        """Return a view of a storage that lies inside it and has no more elements than it."""
         storage, elements, size = self._storage(stored)
         dtype = dtype or elements
         shapes = type(shape) in (tuple, torch.Size) and type(strides) in (tuple, torch.Size) and len(shape) == len(strides) <= 64
@@ -497,10 +487,6 @@ def _encoded(builder: _Builder, call: PickledCall) -> Any:
     return NotImplemented
 
 
-def _bytes(builder: _Builder, call: PickledCall) -> Any:
-    return b"" if call.arguments == () else NotImplemented
-
-
 def _complex(builder: _Builder, call: PickledCall) -> Any:
     match call.arguments:
         case (int() | float() as real, int() | float() as imaginary):
@@ -517,10 +503,6 @@ def _set(builder: _Builder, call: PickledCall) -> Any:
         case _:
             return NotImplemented
     return (frozenset if call.path.endswith("frozenset") else set)(builder.checked_keys(members))
-
-
-def _dict(builder: _Builder, call: PickledCall) -> Any:
-    return builder.mapping(call.items)
 
 
 def _ordered(builder: _Builder, call: PickledCall) -> Any:
@@ -598,7 +580,7 @@ def _parameter(builder: _Builder, call: PickledCall) -> Any:
 
 
 def _tagged(builder: _Builder, call: PickledCall) -> Any:
-    """A tensor to which a script gave attributes: the tensor without them."""
+    """Return a tensor to which a script gave attributes: the tensor without them."""
     match call.arguments:
         case (PickledName(path=path), PickledName(path=kind), tuple() as arguments, *_) if path in _TENSORS and kind in _TENSOR_CLASSES:
             made = _TENSORS[path](builder, PickledCall(path, arguments))
@@ -671,11 +653,11 @@ _BUILTINS = ("builtins", "__builtin__")
 _MULTIARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
 _BUILDERS: Final[Mapping[str, Callable[[_Builder, PickledCall], Any]]] = MappingProxyType(
     {
-        DICT: _dict,
+        DICT: lambda builder, call: builder.mapping(call.items),
         SET: _set,
         FROZENSET: _set,
         **{f"{module}.{name}": _set for module in _BUILTINS for name in ("set", "frozenset")},
-        **{f"{module}.bytes": _bytes for module in _BUILTINS},
+        **{f"{module}.bytes": lambda _, call: b"" if call.arguments == () else NotImplemented for module in _BUILTINS},
         **{f"{module}.complex": _complex for module in _BUILTINS},
         "_codecs.encode": _encoded,
         "collections.OrderedDict": _ordered,

@@ -142,7 +142,7 @@ class RemoteStage:
             return self.add(name, iter(lambda: file.read(_PIECE), b""), size)
 
     def reuse(self, name: str, source: Path, entry: FileEntry) -> bool:
-        """False: a store has no second names for a file."""
+        """Return False: a store has no second names for a file."""
         return False
 
     def commit(self, manifest: bytes) -> None:

@@ -146,7 +146,7 @@ def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _Restor
 
 
 def _check_counts(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
-    """An error if there are other numbers of things than were saved, unless that can be meant: then what is done about it, in words."""
+    """Raise if there are other numbers of things than were saved, unless that can be meant: then what is done about it, in words."""
     registry, models, said = saver.components.registry, saver.components.stepper.models, []
     saved_models = max([len(models), *(number + 1 for number in saved.models)])  # those that have no weights there may be loaded by hooks
     for what, stored, present, remedy in (
@@ -172,7 +172,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    """The class of the script's own object inside a prepared one."""
+    """Return the class of the script's own object inside a prepared one."""
     for name in ("original", "scheduler", "optimizer"):
         if name in vars(value):
             return type(vars(value)[name]).__name__
@@ -213,7 +213,7 @@ def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> No
 
 
 def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) -> tuple[Any, Any, list[str]]:
-    """Windows of accumulation and their gradients for this rank, and what has to be said about them."""
+    """Return the accumulation windows and their gradients for this rank, and what has to be said about them."""
     world = saver.components.state.num_processes
     if saved.world is None:
         return None, None, []
@@ -237,7 +237,7 @@ def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) 
 
 
 def _window_state(plan: _RestorePlan, world: int) -> str:
-    """What this rank has of the update that was under way, for the others to know."""
+    """Return what this rank has of the update that was under way, for the others to know."""
     if plan.saved.world != world:
         return ""
     if plan.own is None:
@@ -246,7 +246,7 @@ def _window_state(plan: _RestorePlan, world: int) -> str:
 
 
 def _agree_on_windows(plan: _RestorePlan, windows: list[str]) -> None:
-    """An update that was under way goes on for all ranks or for none: else they would not send gradients at the same batch."""
+    """Continue an open update on all ranks or on none: else they would not reduce gradients at the same batch."""
     missing = [rank for rank, window in enumerate(windows) if window == "nothing"]
     if missing and "a part" in windows:
         plan.loop = plan.gradients = None
@@ -262,7 +262,7 @@ def _lost_batches_message(where: str, ranks: list[int]) -> str:
 
 
 def _batch_ratio(saver: Saver, saved: SavedState, world: int) -> float:
-    """How many batches of all ranks, as they are now, one of the saved run is."""
+    """Return how many batches of all ranks, as they are now, one of the saved run is."""
     loaders = saver.components.registry.loaders
     before = (saved.receipt.get("loaders") or [{}])[0].get("batch")
     if loaders and before and loaders[0].batch_size is not None:
@@ -271,7 +271,7 @@ def _batch_ratio(saver: Saver, saved: SavedState, world: int) -> float:
 
 
 def _check_receipt(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
-    """What means something else in this run than in the one that saved."""
+    """Return what means something else in this run than in the one that saved."""
     if not saved.receipt:
         return []
     found = describe_changes(saved.receipt, current_receipt(saver.components))
@@ -284,7 +284,7 @@ def _check_receipt(saver: Saver, saved: SavedState, options: LoadOptions) -> lis
 
 
 def _reshard_saved_state(components: Components, objects: Sequence[Any], saved: SavedState, *, strict: bool) -> SavedState:
-    """The same, with every tensor as its target holds it on this rank; as it is, where nothing is sharded, then or now."""
+    """Return the same, with every tensor as its target holds it on this rank; as it is, where nothing is sharded, then or now."""
     if components.strategy.replicated and not saved.placeholders:
         return saved
     models, optimizers, placeholders = components.stepper.models, components.registry.optimizers, saved.placeholders
@@ -331,7 +331,7 @@ def _hold_same_part(value: Any, other: Any) -> bool:
 
 
 def _optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], placeholders: TensorPlaceholders) -> Any:
-    """The state of an optimizer: what has the shape of a parameter is sharded as the parameter is."""
+    """Return the state of an optimizer: what has the shape of a parameter is sharded as the parameter is."""
     numbers = [number for group in stored["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (parameter for group in groups for parameter in group["params"]), strict=True))
     state = {
@@ -382,7 +382,7 @@ def _run_explained(step: Callable[[], None], where: str) -> None:
 
 
 def _as_checkpoint_error(error: Exception, where: str) -> SlipstreamError:
-    """An error of whatever kind that came of reading a state, as one that names the checkpoint."""
+    """Return an error of whatever kind that came of reading a state, as one that names the checkpoint."""
     if isinstance(error, CheckpointError):
         return error
     kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
@@ -392,7 +392,7 @@ def _as_checkpoint_error(error: Exception, where: str) -> SlipstreamError:
 
 
 def _check_random_states(state: Any, where: str) -> None:
-    """An error if these random states cannot be restored; none are changed."""
+    """Raise if these random states cannot be restored; none are changed."""
     if not state:
         return
     kept = rng.capture()
@@ -406,7 +406,7 @@ def _check_random_states(state: Any, where: str) -> None:
 
 
 def _loader_states(loaders: Iterable[Any], saved: SavedState, own: Mapping[str, Any] | None) -> Iterator[tuple[Any, Any]]:
-    """Loaders, each with the state that it will be given, as far as there are some."""
+    """Yield loaders, each with the state that it will be given, as far as there are some."""
     for number, (loader, state) in enumerate(zip(loaders, saved.loaders or [], strict=False)):
         same = own is not None and saved.world == loader.data_rank.world_size
         yield loader, own["loaders"][number] if same and own is not None and "loaders" in own else state
@@ -444,7 +444,7 @@ def _explain_refusal(where: str, what: str, value: Any) -> Iterator[None]:
 
 
 def _optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Loading gives an optimizer a new state and new groups; the old ones are kept, without a copy."""
+    """Return what restores an optimizer: loading gives it a new state and new groups, so the old ones are kept, without a copy."""
     attributes, groups = dict(vars(optimizer)), [(group, dict(group)) for group in optimizer.param_groups]
 
     def undo() -> None:
@@ -482,7 +482,7 @@ def _restore_rest(saver: Saver, plan: _RestorePlan, options: LoadOptions, number
 
 
 def _run_load_hooks(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> list[int]:
-    """Runs the hooks of the script, and gives the numbers of the models that they leave to us."""
+    """Run the hooks of the script, and gives the numbers of the models that they leave to us."""
     models = [model.prepared for model in saver.components.stepper.models]
     everything = list(models)
     for hook in saver.load_hooks.values():
@@ -494,7 +494,7 @@ def _run_load_hooks(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> l
 
 
 def _without_weights(saver: Saver, saved: SavedState, number: int, options: LoadOptions) -> str:
-    """A model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
+    """Return a model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
     kind = type(saver.components.stepper.models[number].original).__name__
     text = f"{saved.where} has no weights of model {number} ({kind})"
     if options.strict is False:

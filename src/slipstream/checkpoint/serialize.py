@@ -59,7 +59,7 @@ _Maker = Callable[["_Flattener", Any, _Place, int], _Node]
 
 
 def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A tree that JSON can hold, and the tensors of the value by names that the tree refers to.
+    """Return a tree that JSON can hold, and the tensors of the value by names that the tree refers to.
 
     The tensors are those of the value, not copies, and come in the order of a file (`file_order_key`).
     `where` begins the place that an error names. Tensors that are sharded over ranks are put into `sharded`; without it they are refused.
@@ -105,7 +105,7 @@ class _Flattener:
         self._open: set[int] = set()
 
     def at(self, place: _Place) -> str:
-        """The place in words, as Python would write it."""
+        """Return the place in words, as Python would write it."""
         steps = [str(step) if type(step) is _PathWords else f"[{_shown(step)}]" for step in _format_path(place)]
         return self._where + "".join(steps if len(steps) <= 12 else [*steps[:6], " ... ", *steps[-4:]])
 
@@ -231,7 +231,7 @@ class _Flattener:
         return {"$scalar": [value.dtype.str, self.node(value.item() if readable else value.tobytes(), place, depth)]}
 
     def _store(self, value: Any, identity: Any, place: _Place, convert: Callable[[Any], torch.Tensor]) -> str:
-        """The name under which a tensor is kept: the same one for the same tensor."""
+        """Return the name under which a tensor is kept: the same one for the same tensor."""
         if identity not in self._names:
             self._keep.append(value)
             self._names[identity] = name = self._name(place)
@@ -239,7 +239,7 @@ class _Flattener:
         return self._names[identity]
 
     def _put_aside(self, value: torch.Tensor, place: _Place, sharded: dict[str, Any]) -> str:
-        """As `_store`, for a tensor of which this rank may hold no element: its name is the same on every rank."""
+        """Keep a sharded tensor apart, of which this rank may hold no element; its name is the same on every rank."""
         if id(value) not in self._names:
             self._keep.append(value)
             self._names[id(value)] = name = self._name(place)
@@ -295,7 +295,7 @@ def _base64(data: bytes | bytearray) -> str:
 
 
 def _numbers(value: list[Any]) -> numpy.ndarray[Any, Any] | None:
-    """A list of nothing but whole numbers of 64 bits, or of nothing but floats, as an array."""
+    """Return a list of nothing but whole numbers of 64 bits, or of nothing but floats, as an array."""
     kinds = set(map(type, value))
     if kinds == {float}:
         return numpy.array(value, dtype=numpy.float64)
@@ -305,7 +305,7 @@ def _numbers(value: list[Any]) -> numpy.ndarray[Any, Any] | None:
 
 
 def _array_bytes(array: numpy.ndarray[Any, Any]) -> torch.Tensor:
-    """The elements as a row of bytes, without a copy where they lie so already."""
+    """Return the elements as a row of bytes, without a copy where they lie so already."""
     if not array.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     row = numpy.ascontiguousarray(array).reshape(-1)
@@ -328,7 +328,7 @@ def _described(value: Any) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """What to store instead, by what it is."""
+    """Return what to store instead, by what it is."""
     if isinstance(value, (torch.Generator, numpy.random.Generator)):
         return "Store its state: generator.get_state(), or generator.bit_generator.state for numpy's."
     if hasattr(value, "state_dict"):

@@ -52,7 +52,7 @@ class Box:
         return math.prod(self.shape)
 
     def relative_to(self, other: Box) -> Box:
-        """The same box, counted from where the other begins.
+        """Return the same box, counted from where the other begins.
 
         >>> Box((4, 1), (2, 2)).relative_to(Box((3, 0), (9, 9)))
         Box(offset=(1, 1), shape=(2, 2))
@@ -60,7 +60,7 @@ class Box:
         return Box(tuple(mine - its for mine, its in zip(self.offset, other.offset, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """What takes this box out of a tensor."""
+        """Return what takes this box out of a tensor."""
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
 
 
@@ -73,7 +73,7 @@ class PiecePosition:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor.
+    """Return the box that is all of a tensor.
 
     >>> whole_box((2, 3))
     Box(offset=(0, 0), shape=(2, 3))
@@ -82,7 +82,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def intersect(box: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor have in common; None if that is nothing.
+    """Return what two boxes of a tensor have in common; None if that is nothing.
 
     >>> intersect(Box((0, 0), (4, 4)), Box((2, 3), (4, 4)))
     Box(offset=(2, 3), shape=(2, 1))
@@ -99,7 +99,7 @@ def intersect(box: Box, other: Box) -> Box | None:
 
 
 def element_runs(part: Box, shape: Sequence[int], gap: int = 0) -> list[tuple[int, int]]:
-    """Which elements of a tensor of this shape, stored row by row, belong to a part of it: (first, end) of every run, in order.
+    """Return which elements of a tensor of this shape, stored row by row, belong to a part of it: (first, end) of every run, in order.
 
     Runs with at most `gap` other elements between them are one.
 
@@ -127,7 +127,7 @@ def element_runs(part: Box, shape: Sequence[int], gap: int = 0) -> list[tuple[in
 
 
 def describe_positions(places: Mapping[str, PiecePosition]) -> dict[str, str]:
-    """What the metadata of a file of these pieces say.
+    """Return what the metadata of a file of these pieces say.
 
     >>> describe_positions({"weight": PiecePosition((4, 2), Box((2, 0), (2, 2)))})
     {'DCP_SHARDING_INFO': '{"weight":{"saved_offsets":[2,0],"global_shape":[4,2]}}'}
@@ -137,7 +137,7 @@ def describe_positions(places: Mapping[str, PiecePosition]) -> dict[str, str]:
 
 
 def read_positions(layout: SafetensorsLayout, where: str) -> dict[str, PiecePosition]:
-    """Which pieces a file holds, by the names of their tensors; `where` names it in errors."""
+    """Return which pieces a file holds, by the names of their tensors; `where` names it in errors."""
     said = strict_json.parse(layout.metadata.get(SHARDING, "null").encode(), f"The metadata of {where}")
     if not isinstance(said, dict) or said.keys() != layout.entries.keys():
         raise CheckpointError(f"{where} does not say of each of its tensors which piece it is.")
@@ -163,7 +163,7 @@ def _counts(value: Any) -> tuple[int, ...] | None:
 
 
 def cover_box(boxes: Iterable[Box], wanted: Box) -> Iterator[tuple[int, Box]]:
-    """What each of these boxes has of a wanted one, by its number; ValueError if that is not all of it, or some of it twice.
+    """Yield what each of these boxes has of a wanted one, by its number; ValueError if that is not all of it, or some of it twice.
 
     >>> list(cover_box([Box((0,), (2,)), Box((2,), (2,))], Box((1,), (2,))))
     [(0, Box(offset=(1,), shape=(1,))), (1, Box(offset=(2,), shape=(1,)))]

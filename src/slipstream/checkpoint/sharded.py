@@ -29,7 +29,7 @@ from slipstream.files.disk import FileEntry
 from slipstream.files.safetensors_layout import TensorEntry, read_layout
 
 __all__ = [
-    "AssembledTensors", "BrokenPiecesError", "LocalShard", "PieceFiles", "TensorPlaceholders", "is_sharded", "local_box", "local_shard",
+    "BrokenPiecesError", "LocalShard", "PieceFiles", "TensorPlaceholders", "is_sharded", "local_box", "local_shard",
     "local_shards", "open_pieces", "replicate_like", "reshard", "shard_like",
 ]
 
@@ -61,7 +61,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def local_shard(tensor: Any, where: str) -> LocalShard:
-    """What this rank holds of a sharded tensor; `where` begins the messages."""
+    """Return what this rank holds of a sharded tensor; `where` begins the messages."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(f"{where} is a sum of which every rank has a summand ({tensor.placements}). Reduce it before it is saved.")
     coordinate = tensor.device_mesh.get_coordinate()
@@ -80,7 +80,7 @@ def local_shard(tensor: Any, where: str) -> LocalShard:
 
 
 def local_box(tensor: Any) -> Box:
-    """Which part of the whole a tensor holds on this rank: all of it, unless it is sharded.
+    """Return which part of the whole a tensor holds on this rank: all of it, unless it is sharded.
 
     >>> local_box(torch.ones(2, 3))
     Box(offset=(0, 0), shape=(2, 3))
@@ -96,7 +96,7 @@ def local_box(tensor: Any) -> Box:
 
 
 def shard_like(target: Any, local: torch.Tensor) -> Any:
-    """A tensor that is sharded as `target` is, of which this rank holds these elements."""
+    """Return a tensor that is sharded as `target` is, of which this rank holds these elements."""
     kind = sys.modules["torch.distributed.tensor"].DTensor
     local = local.to(target.device)
     return kind.from_local(
@@ -105,14 +105,14 @@ def shard_like(target: Any, local: torch.Tensor) -> Any:
 
 
 def replicate_like(target: Any, full: torch.Tensor) -> Any:
-    """A tensor that every rank which shares `target` holds whole."""
+    """Return a tensor that every rank which shares `target` holds whole."""
     package = sys.modules["torch.distributed.tensor"]
     placements = [package.Replicate() for _ in target.placements]
     return package.DTensor.from_local(full.to(target.device), target.device_mesh, placements, run_check=False)
 
 
 def local_shards(tensors: Mapping[str, Any], where: str) -> dict[str, LocalShard]:
-    """What this rank holds of those that are sharded, by name; `where` says whose they are."""
+    """Return what this rank holds of those that are sharded, by name; `where` says whose they are."""
     return {name: local_shard(value, f"{name!r} of {where}") for name, value in tensors.items() if is_sharded(value)}
 
 
@@ -135,7 +135,7 @@ class _Piece:
     place: PiecePosition
 
     def read(self, part: Box) -> torch.Tensor:
-        """The elements of a part of it: a view of what was read."""
+        """Return the elements of a part of it: a view of what was read."""
         inner, shape = part.relative_to(self.place.box), self.place.box.shape
         item = TORCH_DTYPES[self.entry.dtype].itemsize
         runs = element_runs(inner, shape, gap=BLOCK_SIZE // item)
@@ -146,8 +146,11 @@ class _Piece:
         return row.as_strided(inner.shape, _strides(shape))
 
 
-class PieceFiles:
-    """The tensors whose pieces are in these files of a checkpoint; the headers are read and verified now, the pieces when asked for."""
+class PieceFiles(Mapping[str, torch.Tensor]):
+    """The tensors whose pieces are in these files of a checkpoint; the headers are read and verified now, the pieces when asked for.
+
+    As a mapping it puts each tensor together when it is asked for, and keeps none.
+    """
 
     def __init__(self, files: Sequence[VerifiedBlockFile], where: str) -> None:
         self.where = where
@@ -163,18 +166,23 @@ class PieceFiles:
                 raise CheckpointError(f"{self.where}: the pieces of {name[:100]!r} differ in type, or in what they are pieces of.")
         self.placeholders: dict[str, torch.Tensor] = {name: _placeholder(pieces[0]) for name, pieces in self._pieces.items()}
 
-    @property
-    def fetched(self) -> int:
-        """Bytes that were read so far."""
-        return sum(file.fetched for file in self._files)
-
     def release(self) -> None:
-        """Forgets what was read; tensors that were handed out keep theirs."""
+        """Forget what was read; tensors that were handed out keep theirs."""
         for file in self._files:
             file.release()
 
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.release()
+        return self.read(name, whole_box(self.placeholders[name].shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.placeholders)
+
+    def __len__(self) -> int:
+        return len(self.placeholders)
+
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor, in memory of its own."""
+        """Return a box of a tensor, in memory of its own."""
         pieces = self._pieces[name]
         if not box.volume:
             return empty_host_tensor(TORCH_DTYPES[pieces[0].entry.dtype], box.shape)
@@ -188,23 +196,6 @@ class PieceFiles:
         return made
 
 
-class AssembledTensors(Mapping[str, torch.Tensor]):
-    """The tensors in pieces, each put together when it is asked for, and kept by nobody here."""
-
-    def __init__(self, pieces: PieceFiles) -> None:
-        self._pieces = pieces
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self._pieces.release()
-        return self._pieces.read(name, whole_box(self._pieces.placeholders[name].shape))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces.placeholders)
-
-    def __len__(self) -> int:
-        return len(self._pieces.placeholders)
-
-
 class TensorPlaceholders:
     """Where the tensors are that placeholders stand for."""
 
@@ -212,20 +203,15 @@ class TensorPlaceholders:
         self._known: dict[int, tuple[PieceFiles, str, torch.Tensor]] = {}
 
     def add(self, pieces: PieceFiles) -> dict[str, torch.Tensor]:
-        """The placeholders for all tensors in these pieces, by name."""
+        """Return the placeholders for all tensors in these pieces, by name."""
         self._known |= {id(tensor): (pieces, name, tensor) for name, tensor in pieces.placeholders.items()}
         return pieces.placeholders
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    @property
-    def fetched(self) -> int:
-        """Bytes of pieces that were read so far."""
-        return sum(pieces.fetched for pieces in {id(entry): entry for entry, _, _ in self._known.values()}.values())
-
     def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """A box of a tensor, or of what it stands for."""
+        """Return a box of a tensor, or of what it stands for."""
         if not tensor.is_meta:
             return tensor if box == whole_box(tensor.shape) else tensor[box.slices()].clone(memory_format=torch.contiguous_format)
         known = self._known.get(id(tensor))
@@ -239,7 +225,7 @@ class TensorPlaceholders:
 
 
 def open_pieces(folder: Path, names: Sequence[str], files: Mapping[str, FileEntry], sums: Callable[[str], Any]) -> PieceFiles:
-    """The pieces in these files of a checkpoint; `sums` gives the verified bytes of a file of sums."""
+    """Return the pieces in these files of a checkpoint; `sums` gives the verified bytes of a file of sums."""
     try:
         return PieceFiles([_open(folder, name, files[name].size, sums(checksums_name(name))) for name in names], str(folder))
     except CheckpointError as error:
@@ -258,7 +244,7 @@ def _open(folder: Path, name: str, size: int, sums: Any) -> VerifiedBlockFile:
 
 
 def reshard(value: Any, target: Any, placeholders: TensorPlaceholders) -> Any:
-    """The same state with every tensor as this rank needs it, going by what stands at its place in `target`.
+    """Return the same state with every tensor as this rank needs it, going by what stands at its place in `target`.
 
     A target that is a tensor holds for everything inside of the value: if it is sharded, tensors of its shape are sharded alike, those of
     other shapes are held whole by every rank that shares it.
@@ -307,7 +293,7 @@ def _placeholder(piece: _Piece) -> torch.Tensor:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a tensor that is stored row by row."""
+    """Return those of a tensor that is stored row by row."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

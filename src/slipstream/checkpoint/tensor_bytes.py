@@ -66,7 +66,7 @@ _ALL: Final[Mapping[torch.dtype, str]] = MappingProxyType({**DTYPES, **{dtype: n
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type of elements as Python code has it.
+    """Return the name of a type of elements as Python code has it.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -75,7 +75,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def require_storable(tensor: Any, where: str) -> torch.Tensor:
-    """The same tensor if its elements are bytes in one piece of memory; else a CheckpointError that says why not, and what to do.
+    """Return the same tensor if its elements are bytes in one piece of memory; else a CheckpointError that says why not, and what to do.
 
     >>> require_storable(torch.ones(2).to_sparse(), "custom object 0")
     Traceback (most recent call last):
@@ -89,7 +89,7 @@ def require_storable(tensor: Any, where: str) -> torch.Tensor:
 
 
 def explain_unstorable(tensor: Any) -> str:
-    """Why the elements of a tensor cannot be written as bytes, and what to do; "" if they can."""
+    """Return why the elements of a tensor cannot be written as bytes, and what to do; "" if they can."""
     if type(tensor) not in _PLAIN:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             return (
@@ -123,7 +123,7 @@ def _unstorable_kind(tensor: torch.Tensor) -> tuple[str, str]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor as bytes, row after row; the tensor's own memory where it lies so on the CPU already.
+    """Return the elements of a tensor as bytes, row after row; the tensor's own memory where it lies so on the CPU already.
 
     >>> bytes(tensor_bytes(torch.tensor([1, 2], dtype=torch.int16).flip(0)))
     b'\\x02\\x00\\x01\\x00'
@@ -148,7 +148,7 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
 
 
 def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:
-    """The tensor whose elements are the bytes from `start` to `end` of a buffer; shares its memory.
+    """Return the tensor whose elements are the bytes from `start` to `end` of a buffer; shares its memory.
 
     It is a copy where it cannot be that memory itself: the buffer is read-only, or the elements are not aligned in it.
 
@@ -172,7 +172,7 @@ def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: 
 
 
 def memory_identity(tensor: torch.Tensor) -> Any:
-    """Equal for two tensors that are the same memory, read in the same way. One that has no memory is like no other.
+    """Return a key that is equal for two tensors of the same memory, read in the same way. One without memory is like no other.
 
     >>> weight = torch.ones(2, 2)
     >>> memory_identity(weight) == memory_identity(weight.detach()), memory_identity(weight) == memory_identity(weight.t())
@@ -191,13 +191,13 @@ def is_utf8(text: str) -> bool:
 
 
 def pack_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a type in `BYTE_VIEWED_DTYPES` as a row of bytes."""
+    """Return a tensor of a type in `BYTE_VIEWED_DTYPES` as a row of bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack_bytes(stored: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    """The inverse of `pack_bytes`; ValueError where the bytes are not that tensor."""
+    """Return the inverse of `pack_bytes`; ValueError where the bytes are not that tensor."""
     kind, shape = BYTE_VIEWED_DTYPES.get(dtype), tuple(shape)
     if kind is None or stored.dtype is not torch.uint8 or stored.dim() != 1:
         raise ValueError(f"{stored.dtype} with {stored.dim()} dimensions does not hold a tensor of {dtype!r}")
@@ -257,7 +257,7 @@ def read_tensor_file(
 
 
 def load_tensors(content: FileContent, where: str) -> LoadedTensorFile:
-    """The tensors of a safetensors file that was read, or whose bytes are given; `where` names it in errors."""
+    """Return the tensors of a safetensors file that was read, or whose bytes are given; `where` names it in errors."""
     if isinstance(content, LoadedTensorFile):
         return content
     view = memoryview(content)

@@ -40,7 +40,7 @@ class Archive:
     where: str
 
     def entry(self, name: str) -> memoryview:
-        """The bytes of one entry, not copied."""
+        """Return the bytes of one entry, not copied."""
         if name not in self.spans:
             raise CheckpointError(f"{self.where} has no entry {name!r}: it is not what torch.save writes, or incomplete")
         start, end = self.spans[name]
@@ -58,7 +58,7 @@ class _CentralEntry:
 
 
 def read_archive(data: memoryview, where: str) -> Archive:
-    """The archive in these bytes; `where` is its path, for messages.
+    """Return the archive in these bytes; `where` is its path, for messages.
 
     >>> read_archive(memoryview(b"hello"), "notes.bin")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -131,7 +131,7 @@ def _name(raw: bytes, where: str) -> str:
 
 
 def _zip64_sizes(extra: bytes, size: int, packed: int, header: int, name: str, where: str) -> tuple[int, int, int]:
-    """Numbers that do not fit into 32 bits stand in an extra field, those that do not fit alone, in this order."""
+    """Return the three numbers; those that do not fit into 32 bits stand in an extra field, in this order."""
     values = [size, packed, header]
     missing = [place for place, value in enumerate(values) if value == _FULL_32]
     if not missing:

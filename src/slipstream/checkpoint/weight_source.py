@@ -30,7 +30,7 @@ from slipstream.checkpoint.manifest import (
     read_manifest,
 )
 from slipstream.checkpoint.pickle_reader import NotPlainError, read_values
-from slipstream.checkpoint.sharded import AssembledTensors, open_pieces
+from slipstream.checkpoint.sharded import open_pieces
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError, read_archive
 from slipstream.errors import CheckpointError
@@ -61,7 +61,7 @@ def is_torch_file(buffer: Any) -> bool:
 
 
 def read_torch_file(buffer: Any, where: str, remedy: str, *, views: bool = False, map_location: Any = None, **options: Any) -> Any:
-    """The value in these bytes; with `views`, tensors may share their memory. `remedy` ends the message if there is more than data in it.
+    """Return the value in these bytes; with `views`, tensors may share them. `remedy` ends the message if there is more than data in it.
 
     With options of `torch.load`, that reads it.
     """
@@ -127,7 +127,7 @@ class WeightSource:
     """Files with pieces of sharded tensors, which are opened as one file, `PIECES_FILE`."""
 
     def open(self, name: str, *, verify: bool = True) -> WeightFile:
-        """A file and its tensors: those that the index places there, if there is an index."""
+        """Return a file and its tensors: those that the index places there, if there is an index."""
         if name == PIECES_FILE:
             return self._open_pieces()
         where = str(self.folder / name)
@@ -145,23 +145,23 @@ class WeightSource:
 
     def _open_pieces(self) -> WeightFile:
         pieces = open_pieces(self.folder, self.pieces, self.entries, self._mapped)
-        return WeightFile(str(self.folder), None, AssembledTensors(pieces), None, {}, pieces.placeholders)
+        return WeightFile(str(self.folder), None, pieces, None, {}, pieces.placeholders)
 
     def each(self) -> Iterator[WeightFile]:
-        """The files, one after the other."""
+        """Yield the files, one after the other."""
         yield from map(self.open, self.files)
 
     def descriptor(self, name: str) -> int:
-        """A file opened for reading; the caller closes it."""
+        """Return a file opened for reading; the caller closes it."""
         with ConfinedFolder(self.folder, links_within=self.links_within) as folder:
             return folder.open(name)
 
     def read_bytes(self, name: str) -> bytes:
-        """All bytes of a small file."""
+        """Return all bytes of a small file."""
         return bytes(self._mapped(name))
 
     def read_extra(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """Return what is no tensor."""
         if self.extra is None:
             return {}
         found = read_part(self.extra, self._mapped(self.extra), str(self.folder / self.extra))
@@ -181,7 +181,7 @@ class WeightSource:
         return {name: tensors[name] for name in wanted}
 
     def _mapped(self, name: str, *, verify: bool = True) -> Any:
-        """The bytes of a file, without reading them; changes to them would not reach the file."""
+        """Return the bytes of a file, without reading them; changes to them would not reach the file."""
         fd = self.descriptor(name)
         try:
             size = os.fstat(fd).st_size
@@ -223,7 +223,7 @@ def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def find_weights(path: Path) -> WeightSource:
-    """What weights there are at a path: a file, an index, or a folder with one of the usual names or a checkpoint of ours in it."""
+    """Return what weights there are at a path: a file, an index, or a folder with one of the usual names or a checkpoint of ours in it."""
     if path.is_dir():
         return _in_folder(path)
     if not path.exists():
@@ -240,7 +240,7 @@ def find_weights(path: Path) -> WeightSource:
 
 
 def _links_within(folder: Path) -> Path | None:
-    """A cache of downloads keeps the files of a snapshot as links to files beside the snapshots."""
+    """Return a cache of downloads keeps the files of a snapshot as links to files beside the snapshots."""
     parent = folder.absolute().parent
     return parent.parent if parent.name == "snapshots" and (parent.parent / "blobs").is_dir() else None
 
@@ -277,7 +277,7 @@ def _single(folder: Path, name: str) -> WeightSource:
 
 
 def _extra_beside(folder: Path, name: str) -> str | None:
-    """`save_model` writes what is no tensor beside the weights."""
+    """Return the file beside the weights into which `save_model` writes what is no tensor."""
     base = name.partition(".")[0]
     names = [f"{base}_extra{suffix}" for suffix in (".json", _SAFE) if name.endswith((_SAFE, f"{_SAFE}{_INDEX}"))]
     return next((name for name in names if (folder / name).is_file()), None)

@@ -65,7 +65,7 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def demand(self, where: str, kind: str, *, strict: bool) -> None:
-        """An error if they do not fit; without `strict`, missing and unexpected names are a warning.
+        """Raise if they do not fit; without `strict`, missing and unexpected names are a warning.
 
         `where` (the file) and `kind` (the model's class) are for messages.
         """
@@ -81,7 +81,7 @@ class LoadReport:
             logger.warning(self.described(where, kind, strict=strict))
 
     def described(self, where: str, kind: str, *, strict: bool) -> str:
-        """The report in words: a few names of each kind, what they may have been meant to be, and what to do."""
+        """Return the report in words: a few names of each kind, what they may have been meant to be, and what to do."""
         lines = [f"{where} does not fit the model {kind}:" if strict or self.mismatched else f"{where} fits the model {kind} in part:"]
         lines += _listed("the model has and the file has not", self.missing, self.unexpected)
         lines += _listed("the file has and the model has not", self.unexpected, self.missing)
@@ -89,7 +89,7 @@ class LoadReport:
         return "\n".join([*lines, f"  {self._remedy(strict)}"])
 
     def demand_values(self, model: torch.nn.Module, where: str) -> None:
-        """An error if weights that the file has not are on the meta device: the model would compute with nothing.
+        """Raise if weights that the file has not are on the meta device: the model would compute with nothing.
 
         What modules that load in a way of their own make up (a counter that older files have not) is left to them.
         """
@@ -126,7 +126,7 @@ class LoadReport:
 
 
 def _printable(name: str) -> str:
-    """A name from a file as it may be shown: without what a terminal would obey, and not a page of it."""
+    """Return a name from a file as it may be shown: without what a terminal would obey, and not a page of it."""
     shown = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}... ({len(name):,} characters)"
     return shown if shown.isprintable() else ascii(shown)
 
@@ -145,7 +145,7 @@ def _closest_names(names: list[str], others: list[str]) -> dict[str, str]:
 
 
 def unwrap_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside of the wrappers of data parallelism and compilation."""
+    """Return the model inside of the wrappers of data parallelism and compilation."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
@@ -163,7 +163,7 @@ def check_fit(
     *,
     tied: Mapping[str, list[str]] | None = None,
 ) -> LoadReport:
-    """How weights would fit, without a change to anything.
+    """Return how weights would fit, without a change to anything.
 
     `given` has a shape, or a tensor, for each name; `aliases` the other names of tied weights; `extra` the entries that are no tensors
     (None: not known, and then none of them is missed); `tied` what `tied_names` says of the model, where that is known.
@@ -208,7 +208,7 @@ def _is_stored(value: Any) -> bool:
 
 
 def _renamed(given: Iterable[str], expected: Mapping[str, Any]) -> dict[str, str]:
-    """Names that are the model's but for the parts that wrappers add; only where that is certain."""
+    """Return names that are the model's but for the parts that wrappers add; only where that is certain."""
     given = list(given)
     left = [name for name in given if name not in expected]
     open_names: dict[str, list[str]] = {}
@@ -254,7 +254,7 @@ def may_rename_keys(model: torch.nn.Module) -> bool:
 
 
 def _try_on_meta(model: torch.nn.Module, held: Mapping[str, Any], report: LoadReport) -> LoadReport:
-    """What a copy of the model without memory says of weights without memory; the report as it is where there can be none."""
+    """Return what a copy of the model without memory says of weights without memory; the report as it is where there can be none."""
     try:
         twin = _meta_copy(model)
         values = OrderedDict((name, _meta_value(value)) for name, value in held.items())
@@ -288,7 +288,7 @@ def load_into(
     *,
     strict: bool = True,
 ) -> LoadReport:
-    """Loads weights; if they do not fit, an error before anything has changed. Without `strict`, what is missing keeps its value.
+    """Load weights; if they do not fit, an error before anything has changed. Without `strict`, what is missing keeps its value.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> load_into(model, {"weight": torch.tensor([[1.0, 2.0]])}, {}, {}, strict=False).missing
@@ -321,7 +321,7 @@ def arrange_state_dict(
     strict: bool,
     tied: Mapping[str, list[str]] | None = None,
 ) -> OrderedDict[str, Any]:
-    """The state dict that the model gets: under its own names, tied ones under all of them. Nothing is loaded yet."""
+    """Return the state dict that the model gets: under its own names, tied ones under all of them. Nothing is loaded yet."""
     everything: dict[str, Any] = {**tensors, **extra}
     versions = everything.pop(METADATA, None)
     everything |= {name: everything[kept] for name, kept in aliases.items() if kept in everything and name not in everything}
@@ -338,7 +338,7 @@ def arrange_state_dict(
 
 
 def _require_equal_aliases(state: OrderedDict[str, Any], name: str, others: list[str], *, strict: bool) -> None:
-    """Names of one weight have one value; where the file has two, the first of them counts, and it is said."""
+    """Raise if the file has two values for the names of one weight; without `strict`, warn and take the first."""
     for other in others:
         entry, two = state[name], state[other]
         if entry is two or _same(entry, two):
@@ -360,7 +360,7 @@ def _same(tensor: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:
-    """Every parameter and buffer with all places where it stands: more than one if it is tied."""
+    """Return every parameter and buffer with all places where it stands: more than one if it is tied."""
     found: dict[int, TensorSlots] = {}
     waiting = [("", model)]
     while waiting:  # in the order of named_modules, whose generators inside of generators take three times as long
@@ -376,7 +376,7 @@ def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:
 
 
 def tied_names(model: torch.nn.Module, places: Iterable[TensorSlots] | None = None) -> dict[str, list[str]]:
-    """The other names of every weight that has several, in the order of the model; `places` are those of `tensor_slots`, where known."""
+    """Return the other names of every tied weight, in the order of the model; `places` are those of `tensor_slots`, where known."""
     groups: dict[Any, list[str]] = {}
     for tensor, where in tensor_slots(model) if places is None else places:
         groups.setdefault(memory_identity(tensor), []).extend([name for name, _ in where])
@@ -384,7 +384,7 @@ def tied_names(model: torch.nn.Module, places: Iterable[TensorSlots] | None = No
 
 
 def cast_weights(model: torch.nn.Module, names: Collection[str], dtype: torch.dtype, keep: Collection[str] = ()) -> None:
-    """Floating point weights of these names become `dtype`; in modules whose names are in `keep`, float32. They stay the same objects."""
+    """Cast floating point weights of these names to `dtype`, in modules named in `keep` to float32. They stay the same objects."""
     for tensor, where in tensor_slots(model):
         if tensor.is_floating_point() and any(name in names for name, _ in where):
             kept = any(f".{entry}." in f".{name}." for name, _ in where for entry in keep)
@@ -392,7 +392,7 @@ def cast_weights(model: torch.nn.Module, names: Collection[str], dtype: torch.dt
 
 
 def _allocate_meta(places: list[TensorSlots], state: Mapping[str, Any]) -> None:
-    """Weights without memory that are about to be loaded get some; tied ones stay one."""
+    """Allocate meta weights that are about to be loaded; tied ones stay one."""
     for tensor, where in places:
         if tensor.is_meta and any(name in state for name, _ in where):
             with torch.inference_mode(False):  # weights of that mode could not be used outside of it
@@ -403,7 +403,7 @@ def _allocate_meta(places: list[TensorSlots], state: Mapping[str, Any]) -> None:
 
 
 def _retie(places: list[TensorSlots]) -> None:
-    """What was one weight before is one again, also where loading has replaced it."""
+    """Tie weights again that were tied before, also where loading has replaced them."""
     for _, where in places:
         if len(where) > 1:
             first = _get(where[0][1])
@@ -418,7 +418,7 @@ def _get(place: TensorSlot) -> torch.Tensor | None:
 
 
 def set_tensor(place: TensorSlot, tensor: torch.Tensor) -> None:
-    """Makes a tensor the one that stands in this place."""
+    """Make a tensor the one that stands in this place."""
     module, name = place
     if isinstance(tensor, torch.nn.Parameter):
         module._parameters[name] = tensor
@@ -438,7 +438,7 @@ class Weights:
 
 
 def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
-    """A state dict taken apart; the tensors are those of the model, not copies. `where` begins the messages.
+    """Return a state dict taken apart; the tensors are those of the model, not copies. `where` begins the messages.
 
     >>> shared = torch.ones(2)
     >>> split_state_dict({"embed": shared, "head": shared, "step": 3}, "the weights")
@@ -470,7 +470,7 @@ def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
 
 
 def plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, frozen: Collection[str] = frozenset()) -> list[list[str]]:
-    """The names that go into each file: at most `max_shard_size` bytes of tensors, unless a single one has more.
+    """Return the names that go into each file: at most `max_shard_size` bytes of tensors, unless a single one has more.
 
     Those in `frozen` go to files of their own, which then do not change from save to save. In each file they stand in `file_order_key`.
 
@@ -491,7 +491,7 @@ def plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None,
 
 
 def shard_names(base: str, count: int, suffix: str = "safetensors") -> list[str]:
-    """The names of the files.
+    """Return the names of the files.
 
     >>> shard_names("model", 1), shard_names("model", 2)
     (['model.safetensors'], ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])

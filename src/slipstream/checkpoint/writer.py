@@ -134,16 +134,11 @@ def commit_manifest(stage: Stage, snapshot: Snapshot, written: WrittenParts, oth
     files = {name: entry for contribution in ranks for name, entry in contribution.files.items()}
     adopt_hook_files(stage, files)
     _check_complete(snapshot.pieces, ranks, str(stage.folder))
-    facts = snapshot.facts
     pieces = {part.base: tuple(name for rank in ranks for name in rank.pieces.get(part.base, ())) for part in snapshot.pieces}
     manifest = Manifest(
-        stamp=facts.stamp,
-        step=facts.step,
+        **vars(snapshot.facts),
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         written_by=f"slipstream {package_versions()['slipstream']}",
-        world=facts.world,
-        strategy=facts.strategy,
-        mesh=facts.mesh,
         files=files,
         models=tuple(
             replace(model, aliases={**model.aliases, **_merge_aliases(ranks, part.base)}, pieces=pieces.get(part.base, ()))
@@ -154,8 +149,6 @@ def commit_manifest(stage: Stage, snapshot: Snapshot, written: WrittenParts, oth
         objects=written.objects,
         ranks={contribution.rank: contribution.own for contribution in ranks},
         pieces={name: found for name in (*written.optimizers, *written.objects) if (found := pieces.get(Path(name).stem))},
-        metric=facts.metric,
-        receipt=facts.receipt,
     )
     stage.commit(manifest.dump())
     return manifest

@@ -56,7 +56,7 @@ def _safe(error: Exception) -> str:
 
 @contextmanager
 def _as_click_errors(damaged: type[click.ClickException] = _Damaged) -> Iterator[None]:
-    """What was given wrongly is exit code 2; a checkpoint that cannot be read is `damaged`."""
+    """Turn a wrong argument into exit code 2, and a checkpoint that cannot be read into `damaged`."""
     try:
         yield
     except ConfigError as error:
@@ -210,7 +210,7 @@ def _surveys(places: Sequence[str]) -> list[FolderSurvey]:
 
 
 def _claims(found: FolderSurvey) -> Iterator[str]:
-    """What should be a checkpoint and is none."""
+    """Yield what should be a checkpoint and is none."""
     for other in found.others:
         if found.single or other.name.startswith("checkpoint_"):
             yield other.why if str(other.folder) in other.why else f"{other.folder}: {other.why}"
@@ -228,7 +228,7 @@ def _problems(checkpoint: CheckpointSummary, advance: Callable[[int], object]) -
 
 @contextmanager
 def _progress(looks: Sequence[CheckpointSummary], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
-    """A bar of the bytes that are read."""
+    """Show a bar of the bytes that are read."""
     total = sum(inspect.bytes_to_read(look) for look in looks) if shown else None
     with bar(total, "reading", "B", wanted=None if shown else False) as visible:
         yield visible.update

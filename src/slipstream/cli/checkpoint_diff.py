@@ -54,8 +54,8 @@ class TensorDifference:
         return self.changed / self.elements if self.elements else 0.0
 
 
-def compare_tensors(dtype: str, iterable: Iterable[bytes], other: Iterable[bytes]) -> TensorDifference:
-    """The difference of two tensors given as pieces of the same lengths.
+def compare_tensors(dtype: str, first: Iterable[bytes], second: Iterable[bytes]) -> TensorDifference:
+    """Return the difference of two tensors given as pieces of the same lengths.
 
     >>> compare_tensors("F32", [numpy.float32([1, 2, 3]).tobytes()], [numpy.float32([1, 2, 5]).tobytes()])
     TensorDifference(elements=3, changed=1, largest=2.0, special=False)
@@ -64,7 +64,7 @@ def compare_tensors(dtype: str, iterable: Iterable[bytes], other: Iterable[bytes
     elements = changed = 0
     largest: float | None = None
     special = False
-    for left, right in zip(iterable, other, strict=True):
+    for left, right in zip(first, second, strict=True):
         if len(left) != len(right):
             raise ValueError(f"pieces of {len(left)} and {len(right)} bytes cannot be compared")
         elements += len(left) // width
@@ -83,7 +83,7 @@ def compare_tensors(dtype: str, iterable: Iterable[bytes], other: Iterable[bytes
 
 
 def _changed(left: bytes, right: bytes, width: int) -> _Array:
-    """The places of elements whose bits differ."""
+    """Return the places of elements whose bits differ."""
     kind = f"<u{width}"
     return numpy.flatnonzero(numpy.frombuffer(left, kind) != numpy.frombuffer(right, kind))
 
@@ -114,55 +114,55 @@ _ABSENT: Final = object()
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """One place in which two checkpoints differ; `one` and `other` are None where it is missing on that side."""
+    """One place in which two checkpoints differ; `first` and `second` are None where it is missing on that side."""
 
     place: str
-    one: str | None
-    other: str | None
+    first: str | None
+    second: str | None
     difference: TensorDifference | None = None
     """For two tensors of one type and shape."""
 
 
 def compare_trees(
-    entry: tuple[Any, Mapping[str, StoredTensor]], other: tuple[Any, Mapping[str, StoredTensor]], ignored: frozenset[str] = frozenset()
+    first: tuple[Any, Mapping[str, StoredTensor]], second: tuple[Any, Mapping[str, StoredTensor]], ignored: frozenset[str] = frozenset()
 ) -> Iterator[ValueDifference]:
-    """Where two parts differ; places in `ignored` do not count."""
-    for apart in _TreeWalk(entry[1], other[1]).nodes(entry[0], other[0], ""):
+    """Yield where two parts differ; places in `ignored` do not count."""
+    for apart in _TreeWalk(first[1], second[1]).nodes(first[0], second[0], ""):
         if apart.place not in ignored:
             yield apart
 
 
-def compare_stored(place: str, stored_tensor: StoredTensor, other: StoredTensor) -> ValueDifference | None:
-    """How two tensors differ; None if they are equal."""
-    if stored_tensor.entry.dtype != other.entry.dtype or stored_tensor.entry.shape != other.entry.shape:
-        return ValueDifference(place, stored_tensor.describe(), other.describe())
-    difference = compare_tensors(stored_tensor.entry.dtype, stored_tensor.pieces(), other.pieces())
-    return ValueDifference(place, stored_tensor.describe(), other.describe(), difference) if difference.changed else None
+def compare_stored(place: str, first: StoredTensor, second: StoredTensor) -> ValueDifference | None:
+    """Return how two tensors differ; None if they are equal."""
+    if first.entry.dtype != second.entry.dtype or first.entry.shape != second.entry.shape:
+        return ValueDifference(place, first.describe(), second.describe())
+    difference = compare_tensors(first.entry.dtype, first.pieces(), second.pieces())
+    return ValueDifference(place, first.describe(), second.describe(), difference) if difference.changed else None
 
 
 class _TreeWalk:
-    def __init__(self, entry: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> None:
-        self._one = entry
-        self._other = other
+    def __init__(self, first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor]) -> None:
+        self._first = first
+        self._second = second
 
-    def nodes(self, value: Any, other: Any, place: str) -> Iterator[ValueDifference]:
-        if value is _ABSENT or other is _ABSENT:
-            yield ValueDifference(place or "value", self._text(value, self._one), self._text(other, self._other))
+    def nodes(self, first: Any, second: Any, place: str) -> Iterator[ValueDifference]:
+        if first is _ABSENT or second is _ABSENT:
+            yield ValueDifference(place or "value", self._text(first, self._first), self._text(second, self._second))
             return
-        left, right = _children(value), _children(other)
-        if left is not None and right is not None and _tag(value) == _tag(other):
+        left, right = _children(first), _children(second)
+        if left is not None and right is not None and _tag(first) == _tag(second):
             for key in dict.fromkeys([*left, *right]):
                 yield from self.nodes(left.get(key, _ABSENT), right.get(key, _ABSENT), f"{place}{key}".lstrip("."))
-        elif _tag(value) in _TENSORS and _tag(value) == _tag(other):
-            yield from self._tensors(value, other, place or "value")
-        elif value != other or type(value) is not type(other):
-            yield ValueDifference(place or "value", self._text(value, self._one), self._text(other, self._other))
+        elif _tag(first) in _TENSORS and _tag(first) == _tag(second):
+            yield from self._tensors(first, second, place or "value")
+        elif first != second or type(first) is not type(second):
+            yield ValueDifference(place or "value", self._text(first, self._first), self._text(second, self._second))
 
-    def _tensors(self, entry: dict[str, Any], other: dict[str, Any], place: str) -> Iterator[ValueDifference]:
-        tag = _tag(entry)
-        left, right = self._one.get(str(entry[tag])), self._other.get(str(other[tag]))
-        if left is None or right is None or {**entry, tag: ""} != {**other, tag: ""}:
-            yield ValueDifference(place, self._text(entry, self._one), self._text(other, self._other))
+    def _tensors(self, first: dict[str, Any], second: dict[str, Any], place: str) -> Iterator[ValueDifference]:
+        tag = _tag(first)
+        left, right = self._first.get(str(first[tag])), self._second.get(str(second[tag]))
+        if left is None or right is None or {**first, tag: ""} != {**second, tag: ""}:
+            yield ValueDifference(place, self._text(first, self._first), self._text(second, self._second))
         elif (apart := compare_stored(place, left, right)) is not None:
             yield apart
 
@@ -179,14 +179,14 @@ class _TreeWalk:
 
 
 def _tag(node: Any) -> str:
-    """What kind of value a node stands for."""
+    """Return what kind of value a node stands for."""
     if isinstance(node, dict):
         return next((key for key in node if key.startswith("$")), "object")
     return "list" if isinstance(node, list) else ""
 
 
 def _children(node: Any) -> dict[str, Any] | None:
-    """What a container holds, by the words that come after its own place; None if it is no container."""
+    """Return what a container holds, by the words that come after its own place; None if it is no container."""
     if isinstance(node, list):
         return {f"[{number}]": item for number, item in enumerate(node)}
     if not isinstance(node, dict):
@@ -224,17 +224,17 @@ class DiffSection:
         return sum(entry.difference is not None for entry in self.apart)
 
 
-def compare_checkpoints(checkpoint: CheckpointSummary, other: CheckpointSummary) -> Iterator[DiffSection]:
-    """The parts of two checkpoints, each with what is different."""
-    a, b = checkpoint.manifest, other.manifest
+def compare_checkpoints(first: CheckpointSummary, second: CheckpointSummary) -> Iterator[DiffSection]:
+    """Yield the parts of two checkpoints, each with what is different."""
+    a, b = first.manifest, second.manifest
     assert a is not None
     assert b is not None
     yield DiffSection("facts", list(compare_trees((_facts(a), {}), (_facts(b), {}))))
     yield DiffSection("receipt", list(compare_trees((dict(a.receipt), {}), (dict(b.receipt), {}))))
     models_a, models_b = ({model.number: model for model in manifest.models} for manifest in (a, b))
     for key in sorted({*models_a, *models_b}):
-        yield _models(f"model {key}", (checkpoint, models_a.get(key)), (other, models_b.get(key)))
-    parts_a, parts_b = _parts(checkpoint, a), _parts(other, b)
+        yield _models(f"model {key}", (first, models_a.get(key)), (second, models_b.get(key)))
+    parts_a, parts_b = _parts(first, a), _parts(second, b)
     for title in dict.fromkeys([*parts_a, *parts_b]):
         yield _pair(title, parts_a.get(title), parts_b.get(title))
     yield _files(a, b)
@@ -245,9 +245,9 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _models(
-    title: str, entry: tuple[CheckpointSummary, ModelEntry | None], other: tuple[CheckpointSummary, ModelEntry | None]
+    title: str, first: tuple[CheckpointSummary, ModelEntry | None], second: tuple[CheckpointSummary, ModelEntry | None]
 ) -> DiffSection:
-    (look_a, a), (look_b, b) = entry, other
+    (checkpoint_a, a), (checkpoint_b, b) = first, second
     known = a or b
     section = DiffSection(f"{title} ({known.kind})" if known else title)
     if a is None or b is None:
@@ -255,10 +255,10 @@ def _models(
         return section
     if a.kind != b.kind:
         section.apart.append(ValueDifference("kind", a.kind, b.kind))
-    stored_a, stored_b = read_model_tensors(look_a.folder, a), read_model_tensors(look_b.folder, b)
-    names_a = resolve_aliases(stored_a, a.aliases, str(look_a.folder / MANIFEST))
-    names_b = resolve_aliases(stored_b, b.aliases, str(look_b.folder / MANIFEST))
-    same = _equal_files(look_a, look_b)
+    stored_a, stored_b = read_model_tensors(checkpoint_a.folder, a), read_model_tensors(checkpoint_b.folder, b)
+    names_a = resolve_aliases(stored_a, a.aliases, str(checkpoint_a.folder / MANIFEST))
+    names_b = resolve_aliases(stored_b, b.aliases, str(checkpoint_b.folder / MANIFEST))
+    same = _equal_files(checkpoint_a, checkpoint_b)
     for name in dict.fromkeys([*names_a, *names_b]):
         left, right = names_a.get(name), names_b.get(name)
         if left is None or right is None:
@@ -281,12 +281,12 @@ def _tied(model: ModelEntry, name: str) -> str:
     return f"tied to {model.aliases[name]}" if name in model.aliases else "a tensor of its own"
 
 
-def _equal_files(checkpoint: CheckpointSummary, other: CheckpointSummary) -> set[tuple[str, str]]:
-    """Pairs of files that their manifests say are the same."""
-    assert checkpoint.manifest is not None
-    assert other.manifest is not None
-    known = {entry: name for name, entry in checkpoint.manifest.files.items()}
-    return {(known[entry], name) for name, entry in other.manifest.files.items() if entry in known}
+def _equal_files(first: CheckpointSummary, second: CheckpointSummary) -> set[tuple[str, str]]:
+    """Return pairs of files that their manifests say are the same."""
+    assert first.manifest is not None
+    assert second.manifest is not None
+    known = {entry: name for name, entry in first.manifest.files.items()}
+    return {(known[entry], name) for name, entry in second.manifest.files.items() if entry in known}
 
 
 _PartFiles = tuple[Path, str, list[FileEntry], tuple[str, ...]]
@@ -294,7 +294,7 @@ _PartFiles = tuple[Path, str, list[FileEntry], tuple[str, ...]]
 
 
 def _parts(checkpoint: CheckpointSummary, manifest: Manifest) -> dict[str, _PartFiles]:
-    """The states in a checkpoint, by titles that two checkpoints have in common."""
+    """Return the states in a checkpoint, by titles that two checkpoints have in common."""
     named = {f"optimizer {place}": name for place, name in enumerate(manifest.optimizers)}
     named |= {} if manifest.training is None else {"training": manifest.training}
     named |= {f"object {place}": name for place, name in enumerate(manifest.objects)}
@@ -311,21 +311,21 @@ def _parts(checkpoint: CheckpointSummary, manifest: Manifest) -> dict[str, _Part
     return found
 
 
-def _pair(title: str, part_files: _PartFiles | None, other: _PartFiles | None) -> DiffSection:
+def _pair(title: str, first: _PartFiles | None, second: _PartFiles | None) -> DiffSection:
     section = DiffSection(title)
-    if part_files is None or other is None:
-        section.apart.append(ValueDifference("file", None if part_files is None else part_files[1], None if other is None else other[1]))
+    if first is None or second is None:
+        section.apart.append(ValueDifference("file", None if first is None else first[1], None if second is None else second[1]))
         return section
-    if part_files[2] == other[2]:
+    if first[2] == second[2]:
         return section
-    left, right = read_state_part(part_files[0], part_files[1], part_files[3]), read_state_part(other[0], other[1], other[3])
+    left, right = read_state_part(first[0], first[1], first[3]), read_state_part(second[0], second[1], second[3])
     section.compared = len(left[1])
     section.apart += compare_trees(left, right, _OWN_STAMP if title.startswith("rank ") else frozenset())
     return section
 
 
 def _files(a: Manifest, b: Manifest) -> DiffSection:
-    """Files of the script's own hooks."""
+    """Return files of the script's own hooks."""
     section = DiffSection("other files")
     left, right = ({name: manifest.files[name] for name in manifest.other_files()} for manifest in (a, b))
     for name in dict.fromkeys([*left, *right]):
@@ -342,7 +342,7 @@ def _entry(entry: FileEntry | None) -> str | None:
 
 
 def sections_as_data(sections: list[DiffSection]) -> dict[str, Any]:
-    """The same as plain data."""
+    """Return the same as plain data."""
     return {
         "equal": not any(section.apart for section in sections),
         "sections": [
@@ -353,7 +353,7 @@ def sections_as_data(sections: list[DiffSection]) -> dict[str, Any]:
 
 
 def _as_data(apart: ValueDifference) -> dict[str, Any]:
-    found = {"place": apart.place, "one": apart.one, "other": apart.other}
+    found = {"place": apart.place, "one": apart.first, "other": apart.second}
     if apart.difference is None:
         return found
     largest = apart.difference.largest
@@ -362,7 +362,7 @@ def _as_data(apart: ValueDifference) -> dict[str, Any]:
 
 
 def diff_lines(sections: list[DiffSection], *, everything: bool) -> Iterator[str]:
-    """The lines for a terminal, a summary at the end."""
+    """Yield the lines for a terminal, a summary at the end."""
     for section in sections:
         if not section.apart:
             continue
@@ -386,11 +386,11 @@ def diff_lines(sections: list[DiffSection], *, everything: bool) -> Iterator[str
 
 def _line(apart: ValueDifference) -> str:
     place = escape_control(apart.place)
-    if apart.one is None or apart.other is None:
-        side, held = ("first", apart.one) if apart.other is None else ("second", apart.other)
+    if apart.first is None or apart.second is None:
+        side, held = ("first", apart.first) if apart.second is None else ("second", apart.second)
         return f"{place}: only in the {side} ({shorten(held)})" if held is not None else f"{place}: in neither"
     if apart.difference is None:
-        return f"{place}: {truncate(apart.one, 80)} -> {truncate(apart.other, 80)}"
+        return f"{place}: {truncate(apart.first, 80)} -> {truncate(apart.second, 80)}"
     found = apart.difference
     largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
-    return f"{place} {escape_control(apart.one)}: {100 * found.share:.3g} % changed{largest}{', NaN among them' if found.special else ''}"
+    return f"{place} {escape_control(apart.first)}: {100 * found.share:.3g} % changed{largest}{', NaN among them' if found.special else ''}"

@@ -40,7 +40,7 @@ _TITLES = ("name", "step", "saved", "", "size", "processes", "metric", "whole", 
 
 
 def describe_survey(found: FolderSurvey, *, verify: bool, advance: Callable[[int], object]) -> dict[str, Any]:
-    """All that `ls` knows of a folder, as plain data."""
+    """Return all that `ls` knows of a folder, as plain data."""
     return {
         "folder": found.given,
         "latest": found.latest,
@@ -80,7 +80,7 @@ def _describe_entry(
 def _checked(
     checkpoint: CheckpointSummary, verify: bool, advance: Callable[[int], object]
 ) -> tuple[list[str] | None, list[int] | None]:
-    """Problems (None: nobody looked), and the ranks whose own files are there."""
+    """Return problems (None: not checked), and the ranks whose own files are there."""
     assert checkpoint.manifest is not None
     if checkpoint.url is not None and not verify:
         return None, None
@@ -93,7 +93,7 @@ def _checked(
 
 
 def survey_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
-    """The lines for one folder."""
+    """Yield the lines for one folder."""
     yield f"{escape_control(data['folder'])}: {format_count(len(data['checkpoints']), 'checkpoint')}"
     if data["checkpoints"]:
         rows = [_TITLES, *(_survey_row(entry, now) for entry in data["checkpoints"])]
@@ -135,7 +135,7 @@ _MANY = 24
 
 
 def describe_checkpoint(checkpoint: CheckpointSummary, shown: str, *, tensors: bool) -> dict[str, Any]:
-    """All that is known of a checkpoint, as plain data; with `tensors`, every tensor too."""
+    """Return all that is known of a checkpoint, as plain data; with `tensors`, every tensor too."""
     manifest = checkpoint.manifest
     assert manifest is not None
     ranks = sorted({*manifest.ranks, *checkpoint.ranks()})
@@ -187,7 +187,7 @@ def _part(checkpoint: CheckpointSummary, name: str, tensors: bool, more: Callabl
 
 
 def _counted(stored: Iterable[StoredTensor], listed: bool) -> dict[str, Any]:
-    """How many tensors of which types, and how large."""
+    """Return how many tensors of which types, and how large."""
     dtypes: dict[str, int] = {}
     tensors = elements = held = 0
     rows = []
@@ -202,13 +202,13 @@ def _counted(stored: Iterable[StoredTensor], listed: bool) -> dict[str, Any]:
 
 
 def _groups(tree: Any) -> dict[str, Any]:
-    """Groups of parameters and their learning rates."""
+    """Return the number of parameter groups and their learning rates."""
     groups = _mappings(tree.get("param_groups") if isinstance(tree, dict) else None)
     return {"groups": len(groups), "learning_rates": [group.get("lr") for group in groups]}
 
 
 def _keys(tree: Any) -> dict[str, Any]:
-    """The names on the first level of a state."""
+    """Return the names on the first level of a state."""
     if not isinstance(tree, dict):
         return {"keys": [], "is": type(tree).__name__}
     for tag in ("$ordered", "$dict", "$defaultdict"):
@@ -226,7 +226,7 @@ def _mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def checkpoint_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
-    """The lines for a terminal."""
+    """Yield the lines for a terminal."""
     yield f"{escape_control(data['folder'])}: step {data['step']:,}"
     age = format_age(data["created"], now)
     facts = {

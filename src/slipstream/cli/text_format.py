@@ -14,7 +14,7 @@ __all__ = [
 
 
 def escape_control(value: object) -> str:
-    r"""The text of a value, with everything that a terminal would obey written out.
+    r"""Return the text of a value, with everything that a terminal would obey written out.
 
     >>> escape_control("model\x1b[2J")
     'model\\x1b[2J'
@@ -39,7 +39,7 @@ def shorten(value: object, longest: int = 60) -> str:
 
 
 def format_columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Lines in which the cells of a column stand below each other; those numbered in `right` at its right edge.
+    """Return the rows as aligned lines; the columns numbered in `right` are aligned to the right.
 
     >>> format_columns([("step", "name"), ("7", "first")], right=[0])
     ['step  name', '   7  first']
@@ -55,12 +55,12 @@ def format_columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) 
 
 
 def format_size(count: int) -> str:
-    """A number of bytes in words."""
+    """Return a number of bytes in words."""
     return convert_bytes(count)
 
 
 def format_count(number: int, text: str, many: str | None = None) -> str:
-    """A number of things.
+    """Return a number of things.
 
     >>> format_count(1, "file"), format_count(1200, "file"), format_count(2, "entry", "entries")
     ('1 file', '1,200 files', '2 entries')
@@ -69,12 +69,12 @@ def format_count(number: int, text: str, many: str | None = None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """A metric, or a difference."""
+    """Return a metric, or a difference."""
     return "-" if value is None else f"{value:.6g}"
 
 
 def parse_time(created: str) -> datetime.datetime | None:
-    """The time that a manifest says, if it can be understood."""
+    """Return the time that a manifest says, if it can be understood."""
     try:
         found = datetime.datetime.fromisoformat(created)
     except ValueError:
@@ -83,7 +83,7 @@ def parse_time(created: str) -> datetime.datetime | None:
 
 
 def format_time(created: str) -> str:
-    """The time of a save, in the time of this machine; as it stands if it cannot be understood."""
+    """Return the time of a save, in the time of this machine; as it stands if it cannot be understood."""
     found = parse_time(created)
     try:
         return shorten(created, 25) if found is None else found.astimezone().strftime("%Y-%m-%d %H:%M:%S")
@@ -92,7 +92,7 @@ def format_time(created: str) -> str:
 
 
 def format_age(created: str, now: datetime.datetime) -> str:
-    """How long before `now` that was.
+    """Return how long before `now` that was.
 
     >>> utc = datetime.timezone.utc
     >>> format_age("2026-01-01T00:00:00+00:00", datetime.datetime(2026, 1, 3, 4, tzinfo=utc))

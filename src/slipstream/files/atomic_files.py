@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 def check_local_path(given: Any, name: str) -> Path:
-    """A path on this machine from what was given as the argument `name`."""
+    """Return a path on this machine from what was given as the argument `name`."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise ConfigError(f"{name}={given!r} is no path. Write the path of a file or folder as text.")
     path = os.fspath(given)
@@ -68,7 +68,7 @@ class AtomicFiles:
         self._waiting.clear()
 
     def add(self, name: str, chunks: Iterable[Any], size: int) -> FileEntry:
-        """Writes a file that will have this name."""
+        """Write a file that will have this name."""
 
         def write() -> FileEntry:
             return self._disk.write(self._beside(name), chunks, size)
@@ -76,7 +76,7 @@ class AtomicFiles:
         return self._tried(write, f"{self._folder / name} could not be written", needed=size)
 
     def adopt(self, name: str, write: Callable[[Path], None]) -> FileEntry:
-        """A file that somebody else writes, to the path that it is given."""
+        """Return a file that somebody else writes, to the path that it is given."""
 
         def adopt() -> FileEntry:
             path = self._beside(name)
@@ -86,7 +86,7 @@ class AtomicFiles:
         return self._tried(adopt, f"{self._folder / name} could not be written")
 
     def place(self) -> None:
-        """All files take their places, in the order in which they were added, and are there to stay."""
+        """Rename all files into place, in the order in which they were added, and sync the folder."""
 
         def place() -> None:
             for name in list(self._waiting):
@@ -97,7 +97,7 @@ class AtomicFiles:
         self._tried(place, f"The files of {self._folder} could not be put into their places")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files that have been replaced by others."""
+        """Remove files that have been replaced by others."""
 
         def remove() -> None:
             for name in names:

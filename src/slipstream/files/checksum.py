@@ -44,12 +44,12 @@ class Digest:
         self._running.update(data)
 
     def hexdigest(self) -> str:
-        """The checksum of all pieces so far, as 32 hexadecimal digits."""
+        """Return the checksum of all pieces so far, as 32 hexadecimal digits."""
         return self._running.hexdigest()
 
 
 def digest(data: Bytes) -> str:
-    """The checksum of these bytes, as 32 hexadecimal digits.
+    """Return the checksum of these bytes, as 32 hexadecimal digits.
 
     >>> digest(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -58,7 +58,7 @@ def digest(data: Bytes) -> str:
 
 
 def view_bytes(data: Bytes) -> memoryview:
-    """The bytes behind a buffer of any type and shape, without a copy.
+    """Return the bytes behind a buffer of any type and shape, without a copy.
 
     >>> import array
     >>> len(view_bytes(memoryview(array.array("d", [1.0, 2.0]))))
@@ -77,7 +77,7 @@ _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "l
 
 
 def checksums_name(name: str) -> str:
-    """The name of the file that holds the sums of another.
+    """Return the name of the file that holds the sums of another.
 
     >>> checksums_name("model-rank-00001-of-00002.safetensors")
     'model-rank-00001-of-00002.blocks'
@@ -101,7 +101,7 @@ class BlockChecksums:
         self._room = BLOCK_SIZE
 
     def passing(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
-        """The same chunks; once all have passed, `taken` has their sums."""
+        """Yield the same chunks; once all have passed, `taken` has their sums."""
         for chunk in chunks:
             data = view_bytes(chunk)
             while data:
@@ -115,7 +115,7 @@ class BlockChecksums:
             self._end_block()
 
     def taken(self) -> bytes:
-        """The sums, one after the other."""
+        """Return the sums, one after the other."""
         return b"".join(self._sums)
 
     def _end_block(self) -> None:
@@ -140,7 +140,7 @@ class VerifiedBlockFile:
         """Bytes that were read so far."""
 
     def view(self, start: int, end: int) -> memoryview:
-        """The memory of these bytes, read and compared. It can be written, and lives as long as a view of it."""
+        """Return the memory of these bytes, read and compared. It can be written, and lives as long as a view of it."""
         if not 0 <= start <= end <= self.size:
             raise CheckpointError(f"{self.where} has {self.size:,} bytes, and {start:,} to {end:,} are asked for")
         for first, last in self._missing(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
@@ -148,16 +148,16 @@ class VerifiedBlockFile:
         return self._memory[start:end]
 
     def memory(self) -> memoryview:
-        """All of its memory: zeros where nothing was read yet."""
+        """Return all of its memory: zeros where nothing was read yet."""
         return self._memory
 
     def release(self) -> None:
-        """Forgets what was read. Views that are in use keep their memory."""
+        """Forget what was read. Views that are in use keep their memory."""
         self._filled = bytearray(len(self._filled))
         self._memory = _reserve_memory(self.size)
 
     def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Runs of blocks from `first` until before `last` that were not read yet, each of a few mebibytes."""
+        """Run of blocks from `first` until before `last` that were not read yet, each of a few mebibytes."""
         block = first
         while (block := self._filled.find(0, block, last)) >= 0:
             end = self._filled.find(1, block, last)
@@ -184,7 +184,7 @@ class VerifiedBlockFile:
 
 
 def _reserve_memory(size: int) -> memoryview:
-    """Memory of this size of which only what is used takes room."""
+    """Return memory of this size of which only what is used takes room."""
     if not size:
         return memoryview(bytearray())
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE))

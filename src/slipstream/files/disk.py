@@ -57,7 +57,7 @@ def set_direct_io(fd: int, wanted: bool) -> bool:
 
 
 def write_direct(disk: Disk, fd: int, chunks: Iterable[Bytes], size: int) -> tuple[int, str]:
-    """Write these bytes, `size` altogether, to an empty file that was opened so; gives back how many there were, and their checksum."""
+    """Write these bytes, `size` altogether, to an empty file that was opened so; return how many there were, and their checksum."""
     disk._allocate(fd, size)  # a full disk shows now, and not after half of the file
     step = min(_PIECE, -(-size // _DIRECT_BLOCK) * _DIRECT_BLOCK)
     memory = memoryview(mmap.mmap(-1, _DIRECT_PIECES * step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -75,7 +75,7 @@ def write_direct(disk: Disk, fd: int, chunks: Iterable[Bytes], size: int) -> tup
 
 
 def _fill_buffers(chunks: Iterable[Bytes], free: queue.SimpleQueue[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in buffers that are full, but for the last one."""
+    """Yield the same bytes in buffers that are full, but for the last one."""
     buffer, used = free.get(), 0
     for chunk in chunks:
         data = view_bytes(chunk)
@@ -158,7 +158,7 @@ class _WriterThreads:
             data, offset = data[count:], offset + count
 
     def _no_longer_direct(self) -> None:
-        """From here on through the page cache, for every writer: the way is a property of the open file."""
+        """Go on through the page cache, for every writer: direct I/O is a property of the open file."""
         self._disk._set_direct(self._fd, False)
         self._direct = False
 
@@ -362,7 +362,7 @@ class Disk:
 
     @contextmanager
     def _opened(self, path: Path, flags: int) -> Iterator[int]:
-        """A descriptor, and its path in every error that happens to it."""
+        """Yield a descriptor, and put its path into every error."""
         with self._naming(path):
             fd = self._open(path, flags)
             try:
@@ -390,7 +390,7 @@ class Disk:
         return offset, running.hexdigest()
 
     def _write_some(self, fd: int, data: memoryview, offset: int) -> int:
-        """How many of these bytes were written: more than none."""
+        """Return how many of these bytes were written: more than none."""
         count = self._pwrite(fd, data, offset)
         if count <= 0:
             raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
@@ -410,7 +410,7 @@ def _library() -> Any:
 
 
 def _fallocate(fd: int, size: int) -> int:
-    """0, or the number of the error."""
+    """Return 0, or the number of the error."""
     call: Callable[..., int] | None = getattr(_library(), "fallocate", None)
     if call is None:
         return errno.ENOSYS
@@ -418,7 +418,7 @@ def _fallocate(fd: int, size: int) -> int:
 
 
 def _renameat2(old: bytes, new: bytes, flags: int) -> int:
-    """0, or the number of the error."""
+    """Return 0, or the number of the error."""
     call: Callable[..., int] | None = getattr(_library(), "renameat2", None)
     if call is None:
         return errno.ENOSYS

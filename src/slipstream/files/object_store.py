@@ -41,7 +41,7 @@ def is_url(target: Any) -> bool:
 
 
 def local_path(target: str) -> str:
-    """The path that a `file://` URL means, or its short form `file:/`; any other path as it is.
+    """Return the path that a `file://` URL means, or its short form `file:/`; any other path as it is.
 
     >>> local_path("file:///tmp/my%20run"), local_path("file:/tmp/run"), local_path("runs/first")
     ('/tmp/my run', '/tmp/run', 'runs/first')
@@ -69,7 +69,7 @@ def join_location(folder: str, name: str) -> str:
 
 
 def redact(text: str) -> str:
-    """A text without the user names, passwords and signatures that URLs in it carry.
+    """Return a text without the user names, passwords and signatures that URLs in it carry.
 
     >>> redact("ftp://me:hunter2@host/run and https://host/x?sig=abc")
     'ftp://***@host/run and https://host/x?***'
@@ -115,7 +115,7 @@ class ObjectStore:
         return fs, str(path)
 
     def show(self, name: str = "") -> str:
-        """The URL of an object, as it may be printed."""
+        """Return the URL of an object, as it may be printed."""
         return f"{self.shown}/{name}" if name else self.shown
 
     def put(self, name: str, chunks: Iterable[Bytes], size: int) -> str:
@@ -135,7 +135,7 @@ class ObjectStore:
             self._fs.invalidate_cache()
 
     def read(self, name: str, largest: int) -> bytes:
-        """All bytes of a small object."""
+        """Return all bytes of a small object."""
         size = self.size(name)
         if size > largest:
             raise CheckpointError(f"{self.show(name)} has {size:,} bytes, more than the {largest:,} that such a file may have")
@@ -146,7 +146,7 @@ class ObjectStore:
         return data
 
     def pieces(self, name: str, size: int) -> Iterator[bytes]:
-        """The bytes of an object, piece by piece; an error if it has not `size` of them."""
+        """Yield the bytes of an object, piece by piece; an error if it has not `size` of them."""
         there = self.size(name)
         if there != size:
             raise CheckpointError(f"{self.show(name)} is damaged: it has {there:,} bytes, and it should have {size:,}")
@@ -162,7 +162,7 @@ class ObjectStore:
             raise CheckpointError(f"{self.show(name)} ended {left:,} bytes before its end of {size:,}")
 
     def size(self, name: str) -> int:
-        """How many bytes an object has; `MissingCheckpointError` if there is none."""
+        """Return how many bytes an object has; `MissingCheckpointError` if there is none."""
         with self._saying(f"{name} could not be read"):
             self._fs.invalidate_cache()
             info = self._fs.info(self._path(name))
@@ -172,7 +172,7 @@ class ObjectStore:
         return size
 
     def list(self, name: str = "") -> list[str]:
-        """The names right below a folder, sorted; empty if there is nothing."""
+        """Return the names right below a folder, sorted; empty if there is nothing."""
         try:
             with self._saying(f"{name or 'the folder'} could not be listed"):
                 self._fs.invalidate_cache()
@@ -247,7 +247,7 @@ class ObjectStore:
 
     @staticmethod
     def _cause(problem: Exception) -> Exception | None:
-        """The error behind ours, for the traceback, unless that would print a secret."""
+        """Return the error behind ours, for the traceback, unless that would print a secret."""
         seen: BaseException | None = problem
         while seen is not None:
             if redact(str(seen)) != str(seen):
@@ -257,7 +257,7 @@ class ObjectStore:
 
 
 def _discard_upload(file: Any) -> None:
-    """Gives up an object half written, without the close that would publish it."""
+    """Return up an object half written, without the close that would publish it."""
     try:
         file.discard()
     except Exception as problem:  # the error that brought us here says more

@@ -32,7 +32,7 @@ _REMEDIES: Final[Mapping[int, str]] = {
 
 
 def suggest_remedy(error: OSError, *, needed: int | None = None, free: int | None = None) -> str:
-    """What to do about it; for a full disk with the bytes that are needed and free, where they are known.
+    """Return what to do about it; for a full disk with the bytes that are needed and free, where they are known.
 
     >>> suggest_remedy(OSError(errno.ENOSPC, "No space left on device"), needed=5_000_000, free=1_000_000)
     'The disk is full: remove something there, or choose another disk. The file takes 5,000,000 bytes, and 1,000,000 are free.'
@@ -44,7 +44,7 @@ def suggest_remedy(error: OSError, *, needed: int | None = None, free: int | Non
 
 
 def describe_os_error(error: OSError) -> str:
-    """What happened, to which file.
+    """Return what happened, to which file.
 
     >>> describe_os_error(FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/model"))
     '/data/model: No such file or directory'

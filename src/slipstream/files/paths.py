@@ -35,7 +35,7 @@ _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
 
 def check_name(name: Any, where: str) -> str:
-    """The name, if it is a plain relative path; a `CheckpointError` that says where it came from if not.
+    """Return the name, if it is a plain relative path; a `CheckpointError` that says where it came from if not.
 
     >>> check_name("unet/model.safetensors", "MANIFEST.json")
     'unet/model.safetensors'
@@ -133,7 +133,7 @@ class ConfinedFolder:
             os.close(fd)
 
     def open(self, name: str) -> int:
-        """A descriptor of the regular file of this name, for reading; the caller closes it."""
+        """Return a descriptor of the regular file of this name, for reading; the caller closes it."""
         place = os.path.join(self._below, check_name(name, str(self.path)))
         try:
             fd = self._open(place)
@@ -146,7 +146,7 @@ class ConfinedFolder:
         raise CheckpointError(f"{self.path / name} is {_kind(mode)}, and only regular files are read.")
 
     def read(self, name: str, largest: int) -> bytes:
-        """All bytes of a small file, refused if it has more than `largest`."""
+        """Return all bytes of a small file, refused if it has more than `largest`."""
         fd = self.open(name)
         with os.fdopen(fd, "rb", buffering=0) as file:
             size = os.fstat(fd).st_size
@@ -161,7 +161,7 @@ class ConfinedFolder:
         return data
 
     def size(self, name: str) -> int:
-        """The size of a file in bytes."""
+        """Return the size of a file in bytes."""
         fd = self.open(name)
         try:
             return os.fstat(fd).st_size
@@ -169,7 +169,7 @@ class ConfinedFolder:
             os.close(fd)
 
     def names(self, refused: list[str] | None = None) -> list[str]:
-        """The names of all regular files, in folders below too, sorted.
+        """Return the names of all regular files, in folders below too, sorted.
 
         Links, pipes, devices and names that `check_name` does not like are an error; with a list given, they are added to it instead.
         """
@@ -213,7 +213,7 @@ class ConfinedFolder:
 
 
 def open_inside(folder: str | os.PathLike[str], name: str) -> int:
-    """A descriptor of a regular file inside a folder, for reading; `ConfinedFolder.open` for one file."""
+    """Return a descriptor of a regular file inside a folder, for reading; `ConfinedFolder.open` for one file."""
     with ConfinedFolder(folder) as held:
         return held.open(name)
 

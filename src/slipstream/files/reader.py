@@ -248,7 +248,7 @@ class _LargePages:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around what touches one piece of the memory: the time of this thread counts, without that of waiting for a disk."""
+        """Measure what touches one piece of the memory: the time of this thread, without waiting for a disk."""
         begin = time.thread_time()
         yield
         if self._wanted and time.thread_time() - begin > _SLOW:

@@ -73,7 +73,7 @@ class SafetensorsLayout:
 
 
 def file_order_key(size: int, item_size: int) -> tuple[bool, int]:
-    """A key to sort tensors by for a file: their bytes, and those of an element.
+    """Return a key to sort tensors by for a file: their bytes, and those of an element.
 
     Those whose bytes fill multiples of 64 come first and begin at such multiples, so whoever maps the file has them as aligned as tensors
     of torch's own; the others follow, larger elements first, each at a multiple of its element.
@@ -87,7 +87,7 @@ def file_order_key(size: int, item_size: int) -> tuple[bool, int]:
 def plan_layout(
     items: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, SafetensorsLayout]:
-    """The header (with its length) for tensors given as (name, dtype, shape), stored in the order given, and where each one lies.
+    """Return the header (with its length) for tensors given as (name, dtype, shape), stored in the order given, and where each one lies.
 
     The data begins at a multiple of 64 bytes of the file. Between tensors the format allows no gap: `file_order_key` puts them into an
     order in which almost all begin at such a multiple too.
@@ -124,7 +124,7 @@ def plan_layout(
 
 
 def read_layout(read: Callable[[int, int], bytes | bytearray | memoryview], size: int, where: str) -> SafetensorsLayout:
-    """The layout of a file of `size` bytes; `read(offset, count)` gives bytes of it, `where` names it in errors.
+    """Return the layout of a file of `size` bytes; `read(offset, count)` gives bytes of it, `where` names it in errors.
 
     >>> header, layout = plan_layout([("weight", "F32", (2, 3))])
     >>> file = header + bytes(24)

@@ -20,7 +20,7 @@ _LARGEST: Final = 2**62
 
 
 def parse_size(given: Any, name: str = "max_shard_size") -> int:
-    """A size in bytes from a whole number or a text; KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s.
+    """Return a size in bytes from a whole number or a text; KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024s.
 
     >>> parse_size("10GB"), parse_size("1.5 MiB"), parse_size(300)
     (10000000000, 1572864, 300)
@@ -45,7 +45,7 @@ def parse_size(given: Any, name: str = "max_shard_size") -> int:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """The bytes in a size such as "5GB" or "5GiB".
+    """Return the bytes in a size such as "5GB" or "5GiB".
 
     >>> convert_file_size_to_int("5GiB")
     5368709120

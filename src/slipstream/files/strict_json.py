@@ -40,7 +40,7 @@ _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 def parse(
     data: bytes | bytearray | memoryview | str, where: str, *, largest: int = LARGEST, deepest: int = DEEPEST, beside: int = 0
 ) -> Any:
-    """The value that this text stands for; `where` names the text in errors.
+    """Return the value that this text stands for; `where` names the text in errors.
 
     `beside`: bytes in the file that it is the header of, whose tensors take memory too. See `explain_too_large`.
 
@@ -74,7 +74,7 @@ def parse(
 
 
 def explain_too_large(text: str, *, beside: int = 0) -> str | None:
-    """Why a text is more than `parse` takes; None if it is not. Who writes a text asks this first.
+    """Return why a text is more than `parse` takes; None if it is not. Who writes a text asks this first.
 
     A few bytes of JSON become tens of bytes of Python, so that size alone limits too little. What the values take, at most, is found by
     counting; it has to be in a sound proportion to the text and to the file around it, but for the first `LARGEST_MEMORY` bytes.
@@ -97,7 +97,7 @@ def explain_too_large(text: str, *, beside: int = 0) -> str | None:
 
 
 def dump(value: Any, *, indent: int | None = None) -> bytes:
-    """The text of a value, in UTF-8, keys in their order; what JSON cannot hold is a `CheckpointError`.
+    """Return the text of a value, in UTF-8, keys in their order; what JSON cannot hold is a `CheckpointError`.
 
     >>> dump({"name": "zwölf", "value": 12})
     b'{"name":"zw\\xc3\\xb6lf","value":12}'
@@ -155,7 +155,7 @@ def _decimal(text: str) -> float:
 
 
 def _check_depth(value: Any, where: str, deepest: int) -> None:
-    """How deep values are inside of each other; without recursion, as the tree may be deep."""
+    """Raise if values are nested too deep; without recursion, as the tree may be deep."""
     level, depth = [value] if isinstance(value, (dict, list)) else [], 0
     while level:
         depth += 1
@@ -165,7 +165,7 @@ def _check_depth(value: Any, where: str, deepest: int) -> None:
 
 
 def _check_texts(value: Any, where: str) -> None:
-    """Texts that no file can hold."""
+    """Raise for texts that no file can hold."""
     level = [value]
     while level:
         level = [inner for entry in level for inner in _describe_position(entry, where)]
