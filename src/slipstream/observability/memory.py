@@ -287,7 +287,7 @@ class MemoryWatch:
     """Knows the names of tensors and where a snapshot goes. Created by `watch_memory`; `close` ends it."""
 
     def __init__(self, names: _Names, folder: _Folder, tell: _OnSnapshot | None) -> None:
-        self._names, self._folder, self._tell = _hold_weakly(names), _hold_weakly(folder), None if tell is None else _hold_weakly(tell)
+        self._names, self._folder, self._tell = _hold_weakly(names), _hold_weakly(folder), _hold_weakly(tell)
 
     @property
     def has_owner(self) -> bool:
@@ -297,8 +297,7 @@ class MemoryWatch:
     def named(self) -> Iterator[NamedTensor]:
         """Return the named tensors; none once their owner is gone."""
         names = self._names()
-        if names is not None:
-            yield from names()
+        yield from () if names is None else names()
 
     def folder(self) -> Path | None:
         """Return where a snapshot is written."""
@@ -307,7 +306,7 @@ class MemoryWatch:
 
     def tell(self, path: Path, snapshot: MemorySnapshot) -> None:
         """Report where a snapshot is."""
-        tell = None if self._tell is None else self._tell()
+        tell = self._tell()
         if tell is not None:
             tell(path, snapshot)
 

@@ -121,12 +121,11 @@ class LedgerKwargs(KwargsHandler):
     """Whether `end_training` prints the summary, where training took a second at least."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.interval, bool) or not isinstance(self.interval, int | float) or not 0 < self.interval < float("inf"):
+        if self.interval is None or not _is_number(self.interval, 0.0, math.inf):
             raise ConfigError(f"LedgerKwargs(interval={self.interval!r}): write the seconds between two looks, more than 0; 1.0 is usual")
         for name in ("flops_per_sample", "peak_flops"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < float("inf")):
+            if not _is_number(value, 0.0, math.inf):
                 raise ConfigError(f"LedgerKwargs({name}={value!r}): write how many floating-point operations, more than 0, or leave it out")
         if self.flops_per_sample is not None and self.count_flops:
             raise ConfigError("LedgerKwargs(flops_per_sample=..., count_flops=True): they are given, and to be counted; pass one of them")

@@ -25,7 +25,7 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import isfinite
@@ -225,7 +225,9 @@ class _RequestHandler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT
     refused: bool
     disable_nagle_algorithm = True
-    _routes: ClassVar[Mapping[str, Callable[[_RequestHandler, dict[str, list[str]]], None]]]
+    _routes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"/": "_page", "/api/runs": "_runs", "/api/view": "_view", "/api/events": "_events", "/media": "_media"}
+    )
 
     def setup(self) -> None:
         self.refused = self.server.is_refused(self.request)
@@ -252,7 +254,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
             return
         route = self._routes.get(parts.path)
         if route is not None:
-            route(self, query)
+            getattr(self, route)(query)
         elif parts.path.startswith("/media/"):
             run, _, name = parts.path.removeprefix("/media/").partition("/")
             self._picture(unquote(run), f"media/{unquote(name)}")
@@ -385,17 +387,6 @@ class _RequestHandler(BaseHTTPRequestHandler):
         for name, value in {**fixed, **length, **ending, **(more or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-
-
-_RequestHandler._routes = MappingProxyType(
-    {
-        "/": _RequestHandler._page,
-        "/api/runs": _RequestHandler._runs,
-        "/api/view": _RequestHandler._view,
-        "/api/events": _RequestHandler._events,
-        "/media": _RequestHandler._media,
-    }
-)
 
 
 def _parse_limit(given: list[str] | None) -> float | None:

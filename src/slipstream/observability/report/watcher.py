@@ -143,10 +143,8 @@ class WatchedRun:
         """Return the parts that are sent again as a whole when they change."""
         run = self._run
         found = {"info": run.told(), "config": run.config, "skipped": run.skipped}
-        return {**found, "images": self._images(), "tables": dict(run.tables), "texts": dict(run.texts)}
-
-    def _images(self) -> dict[str, Any]:
-        return {name: list(image) for name, image in self._run.images.items()}
+        images = {name: list(shots) for name, shots in run.images.items()}
+        return {**found, "images": images, "tables": dict(run.tables), "texts": dict(run.texts)}
 
     def _mark(self) -> None:
         for series in self._run.series.values():

@@ -194,16 +194,15 @@ class Series:
 
     def part(self, places: Sequence[int]) -> dict[str, Any]:
         """Return some of the points as plain lists."""
-        if isinstance(places, range):
-            where = slice(places.start, places.stop)
-            columns = (self.steps[where].tolist(), self.times[where].tolist(), self.values[where].tolist())
-        else:
-            columns = (
-                [self.steps[place] for place in places],
-                [self.times[place] for place in places],
-                [self.values[place] for place in places],
-            )
-        return {"steps": to_json_steps(columns[0]), "times": to_json_times(columns[1]), "values": to_json_values(columns[2])}
+
+        def pick(column: array[float]) -> list[float]:
+            return column[places.start : places.stop].tolist() if isinstance(places, range) else [column[place] for place in places]
+
+        return {
+            "steps": to_json_steps(pick(self.steps)),
+            "times": to_json_times(pick(self.times)),
+            "values": to_json_values(pick(self.values)),
+        }
 
 
 def to_json_values(values: Sequence[float]) -> list[float | None]:

@@ -47,8 +47,10 @@ def _to_plain(value: Any, above: tuple[int, ...]) -> Any:
         return str(value) if isinstance(value, str) else value
     if isinstance(value, Enum):
         return _to_plain(value.value, above)
-    if isinstance(value, int | float):
-        return _finite_or_text(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
     if id(value) in above:
         return "(the same again)"
     if len(above) >= _MAX_DEPTH:
@@ -65,12 +67,6 @@ def _to_plain(value: Any, above: tuple[int, ...]) -> Any:
     if isinstance(value, list | tuple):
         return [_to_plain(item, above) for item in value]
     return _from_array(value, above)
-
-
-def _finite_or_text(value: float) -> Any:
-    if isinstance(value, int):
-        return int(value)
-    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def _from_array(value: Any, above: tuple[int, ...]) -> Any:
