@@ -257,3 +257,28 @@ def test_child_that_exits(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, timeout=90)
     assert json.loads(done.stdout)["state"] == "running", done.stderr
     assert json.loads((tmp_path / "runs" / "run" / "run.json").read_text())["state"] == "ended"
+
+
+PLAIN_STEP = """
+import sys, torch
+from torch.utils.data import DataLoader
+from slipstream import Accelerator
+from slipstream.utils import LedgerKwargs
+accelerator = Accelerator(cpu=True, kwargs_handlers=[LedgerKwargs(interval=3600.0)])
+net = torch.nn.Linear(2, 1)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(torch.ones(4, 2), batch_size=2))
+for batch in loader:
+    accelerator.backward(net(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+print(*sorted(name for name in sys.modules if name.startswith("slipstream.observability")))
+"""
+
+
+def test_modules_of_plain_step() -> None:
+    """A step without project_dir and trackers imports at most twelve modules of observability: no tracker, no report, no guard's check."""
+    done = subprocess.run([sys.executable, "-c", PLAIN_STEP], capture_output=True, text=True, timeout=110, check=True)
+    modules = done.stdout.split()
+    assert len(modules) <= 12, modules
+    unused = ("trackers", "run_dir", "report", "profiler", "guards.loss_spikes", "guards.non_finite", "guards.replicas")
+    assert not [name for name in modules if name.removeprefix("slipstream.observability.").startswith(unused)]
