@@ -315,8 +315,9 @@ def test_converted_batches_cannot_be_tied(ahead: int) -> None:
         while waiting:
             yield waiting.popleft()
 
-    with pytest.warns(UserWarning, match="cannot be tied to a batch.*Keep the batches that the loader gives"):
+    with pytest.warns(UserWarning, match="cannot be tied to a batch.*Keep the batches that the loader gives") as caught:
         _ = [train(accelerator, net, optimizer, x) for _ in range(2) for x in converted()]
+    assert all(warning.filename == __file__ for warning in caught), "the line of the block"
 
 
 def test_text_that_is_read_ahead() -> None:
@@ -349,6 +350,7 @@ def test_converted_batches_without_accumulation(ranks: Any, ahead: int | None) -
             while waiting:
                 accelerator.backward(net(waiting.popleft()).mean())
                 optimizer.step()
+        assert all(warning.filename == run.__code__.co_filename for warning in caught), "the line of the backward pass"
         return sum("cannot be tied" in str(warning.message) for warning in caught)
 
     assert ranks(2).run(run) == [1, 1]

@@ -419,7 +419,7 @@ class DDPStrategy(Strategy):
         self._in_backward = runtime.watch("backward", limits)
         buffers = runtime.watch("forward", limits)
         self._in_forward = runtime.watch("forward", limits), buffers if meter is None else TimedWait(buffers, meter)
-        self._local_end = None if meter is None else LocalBackwardTimer(meter)
+        self._timer = None if meter is None else LocalBackwardTimer(meter)
         self._replicas: list[weakref.ref[Replicated]] = []
         """In the order in which they were prepared, which all ranks share: what is done for each of them may communicate."""
         self._in_prepare = runtime.watch("prepare", limits)
@@ -451,8 +451,8 @@ class DDPStrategy(Strategy):
                 model, lambda: bool(channel.usable), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
         self._replicas = [known for known in self._replicas if known() is not None] + [weakref.ref(replicated)]
-        if self._local_end is not None:
-            self._local_end.watch(replicated)
+        if self._timer is not None:
+            self._timer.watch(replicated)
         if self._look is not None:
             replicated.show_buckets(self._look)
         self._options.register_comm_hook(replicated)
@@ -495,10 +495,10 @@ class DDPStrategy(Strategy):
             for model in [known() for known in self._replicas] if reducing is None else reducing:
                 if isinstance(model, Replicated):
                     model.ready(loss)
-            if self._local_end is None:
+            if self._timer is None:
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             else:
-                self._local_end.backward(loss, kwargs)
+                self._timer.backward(loss, kwargs)
 
     def step(self, model: torch.nn.Module) -> None:
         if isinstance(model, Replicated):

@@ -350,9 +350,9 @@ class Stepper:
         if self.scaler.due:
             self._update_scale()
         if block is None:
-            self._alone(loss, weight, batch, kwargs)
+            self._backward_outside(loss, weight, batch, kwargs)
         else:
-            self._in_window(block, loss, weight, kwargs)
+            self._backward_in_block(block, loss, weight, kwargs)
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         """Warn of a loss in half precision; on several processes, raise or warn for a model that was not prepared."""
@@ -394,7 +394,7 @@ class Stepper:
         reached = find_reached_models(loss, self._owners)
         return self.models if reached is None else [model for model in self.models if model in reached]
 
-    def _in_window(self, block: AccumulateBlock, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
+    def _backward_in_block(self, block: AccumulateBlock, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         part, count = self._share(block.batch)
         reached = self._reached(loss, weight is not None)
         concerned = block.concerned
@@ -425,18 +425,18 @@ class Stepper:
                 model.accumulation.add_sum(weight)
         weighed = [model.accumulation for model in concerned if model.accumulation.weighs]
         if concerned[0].accumulation.closing:
-            totals = self._everywhere([accumulation.total for accumulation in weighed])
+            totals = self._sum_over_ranks([accumulation.total for accumulation in weighed])
             found = {id(own): own.sum_divisor(total) for own, total in zip(weighed, totals, strict=True)}
         else:
             new = [accumulation for accumulation in weighed if accumulation.estimate is None]
             if new:  # once: the same estimate on every rank, so that gradients can be averaged at any time
-                mean = self._everywhere([weight])[0]
+                mean = self._sum_over_ranks([weight])[0]
                 for accumulation in new:
                     accumulation.guess(mean)
             found = {id(accumulation): accumulation.estimate or 1.0 for accumulation in weighed}
         return [found.get(id(model.accumulation), 1.0) for model in concerned]
 
-    def _everywhere(self, weights: list[float]) -> list[float]:
+    def _sum_over_ranks(self, weights: list[float]) -> list[float]:
         """Return the sum of the weights over all ranks, divided by the number of ranks."""
         if self.joined:
             raise StateError(
@@ -445,7 +445,7 @@ class Stepper:
             )
         return [total / self.world_size for total in self._total(weights)]
 
-    def _alone(self, loss: torch.Tensor, weight: Any, batch: MicroBatch | None, kwargs: dict[str, Any]) -> None:
+    def _backward_outside(self, loss: torch.Tensor, weight: Any, batch: MicroBatch | None, kwargs: dict[str, Any]) -> None:
         """Run a backward pass outside of `accumulate`: an update of its own for the models that it reaches."""
         reached = self._reached(loss, weight is not None)
         for model in reached:
@@ -460,7 +460,7 @@ class Stepper:
         if weight is None:
             self._run(loss, part / count if count else 0.0, 1.0, reached, kwargs)
             return
-        total = self._everywhere([check_weight(weight) if part > 0.0 else 0.0])[0]
+        total = self._sum_over_ranks([check_weight(weight) if part > 0.0 else 0.0])[0]
         self._run(loss, float(part > 0.0), total or 1.0, reached, kwargs)
 
     def _run(self, loss: torch.Tensor, part: float, divisor: float, reached: Sequence[PreparedModel], kwargs: dict[str, Any]) -> None:
