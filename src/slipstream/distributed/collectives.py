@@ -101,7 +101,7 @@ def gather_objects(
         totals, values = zip(*map(codec.decode, bodies), strict=True)
     if not flat:
         kept = _kept_ranks(arrange, totals)
-        return [values[rank] for rank in kept or range(len(values))]
+        return list(values) if kept is None else [values[rank] for rank in kept]
     joined = [item for value in values for item in value]
     order = _agreed_order(arrange, totals, [[len(value) for value in values]])
     return joined if order is None else [joined[position] for position in order]

@@ -534,14 +534,12 @@ class Heartbeat:
 
     def table(self) -> str:
         """Return where every rank is, one line each, with the stacks that are known."""
+        rows = {self.rank: (self._identity["host"], describe_position(self.note()), list[str]())}
+        for rank, peer in self.peers.items():
+            rows[rank] = peer.note.get("host", "?"), self._peer_state(peer), self._peer_stack(peer)
         lines = []
-        for rank in range(self.world_size):
-            peer = self.peers.get(rank)
-            host, state = (self._identity["host"], describe_position(self.note())) if peer is None else (
-                peer.note.get("host", "?"), self._peer_state(peer)
-            )
-            lines.append(f"  rank {rank} (host {host}): {state}")
-            lines += [] if peer is None else [f"      {line}" for line in self._peer_stack(peer)]
+        for rank, (host, state, stack) in sorted(rows.items()):
+            lines += [f"  rank {rank} (host {host}): {state}", *(f"      {line}" for line in stack)]
         if self.store_trouble:
             lines.append(f"  The rendezvous store does not answer ({self.store_trouble}), so this may be out of date.")
         return "\n".join(lines)
