@@ -572,7 +572,7 @@ def _check_target(path: Path) -> None:
         why = "there is a file of that name, and a checkpoint is a folder"
     elif os.path.ismount(path):
         why = "it is a mount point, which cannot be replaced in one go"
-    elif os.path.isdir(path) and _is_at_or_above(path, _working_directory()):
+    elif os.path.isdir(path) and _holds_working_directory(path):
         why = "this process works in that folder, and a checkpoint replaces the whole folder"
     elif _HIDDEN.fullmatch(path.name):
         why = "names of that form are those of saves under way"
@@ -585,15 +585,12 @@ def _suggestion(path: Path) -> Path:
     return path / "checkpoint" if inside else path.with_name(f"{path.name.strip('.')[:100]}_checkpoint")
 
 
-def _working_directory() -> Path | None:
+def _holds_working_directory(path: Path) -> bool:
     try:
-        return Path(os.getcwd())
+        here = Path(os.getcwd())
     except OSError:  # it was removed
-        return None
-
-
-def _is_at_or_above(path: Path, other: Path | None) -> bool:
-    return other is not None and (path == other or path in other.parents)
+        return False
+    return path == here or path in here.parents
 
 
 def _make_parents(folder: Path, disk: Disk) -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipstream.checkpoint.commit import find_recoverable, lock_path, names_with_leftovers
-from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, ModelEntry, RankFile, read_manifest
-from slipstream.checkpoint.rotate import rank_files
+from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, ModelEntry, RankFile, rank_files, read_manifest
 from slipstream.checkpoint.shard_layout import PiecePosition, cover_box, read_positions, whole_box
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import strict_json

@@ -26,8 +26,8 @@ import torch
 from slipstream.checkpoint import remote
 from slipstream.checkpoint.commit import find_recoverable
 from slipstream.checkpoint.deserialize import read_part
-from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile, open_listed_file, read_manifest
-from slipstream.checkpoint.rotate import numbered_checkpoints, rank_files
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile, open_listed_file, rank_files, read_manifest
+from slipstream.checkpoint.rotate import numbered_checkpoints
 from slipstream.checkpoint.sharded import TensorPlaceholders, open_pieces
 from slipstream.checkpoint.tensor_bytes import FileContent, load_tensors, read_tensor_file
 from slipstream.distributed.progress_bar import bar

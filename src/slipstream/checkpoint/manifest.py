@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, and the names of the files in checkpoints.
+"""The manifest of a checkpoint, the names of the files in checkpoints, and the files that ranks add later.
 
 `MANIFEST.json` is written last and lists every other file with its size and checksum; a folder without a readable manifest is not a
 checkpoint. Its own checksum covers every byte of it. `parse_manifest` returns a manifest whose fields have their types, whose names are
@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,8 @@ __all__ = [
     "ACCELERATE_FILE", "LARGEST_MANIFEST", "LATEST", "MANIFEST", "MODEL_NAME", "Manifest", "ModelEntry", "OPTIMIZER_NAME",
     "RNG_STATE_NAME", "RankFile", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
     "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
-    "open_listed_file", "parse_manifest", "read_manifest", "read_manifest_or_none", "split_stamp",
+    "checkpoint_number", "open_listed_file", "parse_manifest", "pending_rank_files", "rank_file_prefix", "rank_files", "read_manifest",
+    "read_manifest_or_none", "split_stamp", "unfinished_rank_files",
 ]
 
 
@@ -384,3 +386,61 @@ class RankFile:
         """Return what a file's name says; None if it is no such file."""
         found = _RANK_FILE.fullmatch(name)
         return None if found is None else RankFile(int(found[1]), found[2], found[3])
+
+
+_UNFINISHED: Final = re.compile(r"rank-[0-9a-f]{8}-[0-9a-f]{16}", re.ASCII)
+_LONGEST_NAME: Final = 100  # with what is put around it a name stays below the 255 bytes of every file system
+_NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
+
+
+def checkpoint_number(name: str) -> int | None:
+    """Return the number in the name of a numbered checkpoint; None for other names.
+
+    >>> checkpoint_number("checkpoint_3"), checkpoint_number("best")
+    (3, None)
+    """
+    found = _NUMBERED.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def rank_files(target: Path, stamp: str) -> dict[int, Path]:
+    """Return the files that ranks added to a checkpoint after its manifest was written, by rank; of two the later one."""
+    try:
+        inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
+        inside.sort(key=lambda entry: (entry[0].lstat().st_mtime_ns, entry[0].name))
+    except FileNotFoundError:
+        raise CheckpointError(f"{target} was removed while it was being read") from None
+    return {found.rank: path for path, found in [*inside, *pending_rank_files(target)] if found.stamp == stamp}
+
+
+def rank_file_prefix(target: Path) -> str:
+    """Return the prefix of files that ranks put beside a checkpoint.
+
+    >>> rank_file_prefix(Path("runs/first"))
+    '.first.'
+    """
+    encoded = os.fsencode(target.name)
+    return f".{target.name}." if len(encoded) <= _LONGEST_NAME else f".{encoded[:_LONGEST_NAME].decode(errors='ignore')}~{digest(encoded)}."
+
+
+def pending_rank_files(target: Path) -> list[tuple[Path, RankFile]]:
+    """Return the files of ranks that wait beside a checkpoint: they came before it, and its commit takes them in.
+
+    If it is numbered, those of all numbers: a rank may count otherwise than the main process, which may have saved alone before. The
+    stamp in a name tells to which save it belongs.
+    """
+    return [(target.parent / name, found) for name, rest in _hidden_beside(target) if (found := RankFile.of(rest)) is not None]
+
+
+def unfinished_rank_files(target: Path) -> list[Path]:
+    """Return files beside a checkpoint that ranks are writing, or did not finish."""
+    return [target.parent / name for name, rest in _hidden_beside(target) if _UNFINISHED.fullmatch(rest)]
+
+
+def _hidden_beside(target: Path) -> list[tuple[str, str]]:
+    """Return hidden names beside a checkpoint, each with what follows the name of the checkpoint in it."""
+    numbered = checkpoint_number(target.name) is not None
+    pattern = re.compile(r"\.checkpoint_[0-9]{1,18}\." if numbered else re.escape(rank_file_prefix(target)))
+    with suppress(FileNotFoundError), os.scandir(target.parent) as entries:
+        return [(entry.name, entry.name[match.end() :]) for entry in entries if (match := pattern.match(entry.name))]
+    return []

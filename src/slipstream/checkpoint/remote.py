@@ -27,8 +27,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from slipstream.checkpoint.manifest import LARGEST_MANIFEST, LATEST, MANIFEST, Manifest, RankFile, parse_manifest, split_stamp
-from slipstream.checkpoint.rotate import RetentionPolicy, checkpoint_number
+from slipstream.checkpoint.manifest import (
+    LARGEST_MANIFEST,
+    LATEST,
+    MANIFEST,
+    Manifest,
+    RankFile,
+    checkpoint_number,
+    parse_manifest,
+    split_stamp,
+)
+from slipstream.checkpoint.rotate import RetentionPolicy
 from slipstream.distributed.progress_bar import bar, counted
 from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.checksum import Bytes, Digest

@@ -1,4 +1,4 @@
-"""Numbered checkpoints (`checkpoint_0`, `checkpoint_1`, ...): list them and remove those not kept; files that ranks add to a checkpoint.
+"""Numbered checkpoints (`checkpoint_0`, `checkpoint_1`, ...): list them and remove those not kept.
 
 Only folders with a readable manifest count, and only they are removed. The newest checkpoint is never removed, and nothing is removed
 unless the newest one is there. A removed one is renamed first, so that no crash leaves a part of it under a number; what cannot be
@@ -8,28 +8,20 @@ removed is logged and does not fail the save. Nothing here imports torch.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from slipstream.checkpoint.commit import find_recoverable, hidden_path, names_with_leftovers, sweep_leftovers
-from slipstream.checkpoint.manifest import RankFile, read_manifest_or_none
-from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.checksum import digest
+from slipstream.checkpoint.manifest import checkpoint_number, read_manifest_or_none
+from slipstream.errors import ConfigError
 from slipstream.files.disk import Disk
 from slipstream.files.os_errors import describe_os_error
 from slipstream.logging import get_logger
 
-__all__ = [
-    "RetentionPolicy", "checkpoint_number", "numbered_checkpoints", "pending_rank_files", "rank_file_prefix", "rank_files", "rotate",
-    "unfinished_rank_files",
-]
-
-
-_NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
+__all__ = ["RetentionPolicy", "numbered_checkpoints", "rotate"]
 
 
 @dataclass(frozen=True)
@@ -64,16 +56,6 @@ class RetentionPolicy:
         return [name for _, name, _ in known if name not in staying]
 
 
-def checkpoint_number(name: str) -> int | None:
-    """Return the number in the name of a numbered checkpoint; None for other names.
-
-    >>> checkpoint_number("checkpoint_3"), checkpoint_number("best")
-    (3, None)
-    """
-    found = _NUMBERED.fullmatch(name)
-    return None if found is None else int(found[1])
-
-
 def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the numbered checkpoints in a folder, ascending, with those that a crash took from their place (`find_recoverable`).
 
@@ -87,7 +69,8 @@ def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     names: set[str] = set()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         names = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
-    names |= {name for name in names_with_leftovers(folder) - names if _NUMBERED.fullmatch(name) and find_recoverable(folder / name)}
+    lost = {name for name in names_with_leftovers(folder) - names if checkpoint_number(name) is not None}
+    names |= {name for name in lost if find_recoverable(folder / name)}
     return sorted((number, folder / name) for name in names if (number := checkpoint_number(name)) is not None)
 
 
@@ -123,50 +106,3 @@ def _remove(paths: list[Path], folder: Path, disk: Disk) -> list[Path]:
             f"Checkpoints that are no longer kept in {folder} could not all be removed: {describe_os_error(error)}."
         )
     return gone
-
-
-_UNFINISHED: Final = re.compile(r"rank-[0-9a-f]{8}-[0-9a-f]{16}", re.ASCII)
-_LONGEST_NAME: Final = 100  # with what is put around it a name stays below the 255 bytes of every file system
-
-
-def rank_files(target: Path, stamp: str) -> dict[int, Path]:
-    """Return the files that ranks added to a checkpoint after its manifest was written, by rank; of two the later one."""
-    try:
-        inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
-        inside.sort(key=lambda entry: (entry[0].lstat().st_mtime_ns, entry[0].name))
-    except FileNotFoundError:
-        raise CheckpointError(f"{target} was removed while it was being read") from None
-    return {found.rank: path for path, found in [*inside, *pending_rank_files(target)] if found.stamp == stamp}
-
-
-def rank_file_prefix(target: Path) -> str:
-    """Return the prefix of files that ranks put beside a checkpoint.
-
-    >>> rank_file_prefix(Path("runs/first"))
-    '.first.'
-    """
-    encoded = os.fsencode(target.name)
-    return f".{target.name}." if len(encoded) <= _LONGEST_NAME else f".{encoded[:_LONGEST_NAME].decode(errors='ignore')}~{digest(encoded)}."
-
-
-def pending_rank_files(target: Path) -> list[tuple[Path, RankFile]]:
-    """Return the files of ranks that wait beside a checkpoint: they came before it, and its commit takes them in.
-
-    If it is numbered, those of all numbers: a rank may count otherwise than the main process, which may have saved alone before. The
-    stamp in a name tells to which save it belongs.
-    """
-    return [(target.parent / name, found) for name, rest in _hidden_beside(target) if (found := RankFile.of(rest)) is not None]
-
-
-def unfinished_rank_files(target: Path) -> list[Path]:
-    """Return files beside a checkpoint that ranks are writing, or did not finish."""
-    return [target.parent / name for name, rest in _hidden_beside(target) if _UNFINISHED.fullmatch(rest)]
-
-
-def _hidden_beside(target: Path) -> list[tuple[str, str]]:
-    """Return hidden names beside a checkpoint, each with what follows the name of the checkpoint in it."""
-    numbered = checkpoint_number(target.name) is not None
-    pattern = re.compile(r"\.checkpoint_[0-9]{1,18}\." if numbered else re.escape(rank_file_prefix(target)))
-    with suppress(FileNotFoundError), os.scandir(target.parent) as entries:
-        return [(entry.name, entry.name[match.end() :]) for entry in entries if (match := pattern.match(entry.name))]
-    return []

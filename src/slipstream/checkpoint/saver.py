@@ -284,7 +284,7 @@ class Saver:
 
     def note_loaded(self, where: str) -> None:
         """Begin a new history, whose numbers come after those of the checkpoint that was loaded."""
-        from slipstream.checkpoint.rotate import checkpoint_number
+        from slipstream.checkpoint.manifest import checkpoint_number
 
         self.last = where
         self.history = hashlib.blake2b(self.history.encode(), digest_size=4).hexdigest()

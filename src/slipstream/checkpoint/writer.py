@@ -24,16 +24,18 @@ from typing import Any, Final, TypeAlias
 from slipstream.checkpoint import remote
 from slipstream.checkpoint.capture import ModelPart, PiecesPart, Snapshot, StatePart, package_versions
 from slipstream.checkpoint.commit import LocalStage, LocalTarget, write_latest
-from slipstream.checkpoint.manifest import Manifest, ModelEntry, RankFile, read_manifest_or_none, split_stamp
-from slipstream.checkpoint.rotate import (
-    RetentionPolicy,
+from slipstream.checkpoint.manifest import (
+    Manifest,
+    ModelEntry,
+    RankFile,
     checkpoint_number,
-    numbered_checkpoints,
     pending_rank_files,
     rank_file_prefix,
-    rotate,
+    read_manifest_or_none,
+    split_stamp,
     unfinished_rank_files,
 )
+from slipstream.checkpoint.rotate import RetentionPolicy, numbered_checkpoints, rotate
 from slipstream.checkpoint.serialize import encode_tree
 from slipstream.checkpoint.shard_layout import describe_positions
 from slipstream.checkpoint.tensor_bytes import EncodedFile, encode_tensors
