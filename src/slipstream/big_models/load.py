@@ -475,7 +475,7 @@ def _load(
     if has_offloaded_modules(model):  # its hooks would still bring the weights from before
         keep_in_memory(model, but=found.index)
         if folder_is_needed:
-            get_logger(__name__).warning("The model was dispatched before, and is not any more: call dispatch_model to place it anew.")
+            get_logger(__name__).warning("The model was dispatched before, and is not any more: call dispatch_model to place it again.")
     return found
 
 
@@ -502,7 +502,7 @@ def _load_options(
 ) -> WeightLoadOptions:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{caller} was given a {type(model).__qualname__}. Pass a torch.nn.Module.")
-    wanted = parse_dtype(dtype)
+    wanted = None if dtype is None else parse_dtype(dtype)
     if keep is not None and (wanted is None or isinstance(keep, str)):
         raise ConfigError(f"keep_in_fp32_modules={keep!r} is a list of names of modules, and needs dtype beside it.")
     return WeightLoadOptions(

@@ -114,7 +114,7 @@ class TorchaoQuantizationConfig:
 
     8 bits: one scale for each row, or for each `group_size` numbers of it. 4 bits: a scale and a zero point for each `group_size` numbers
     (128 by default; 32, 64 or 128), in layers whose rows can be divided so and whose number of rows is a multiple of 16; the others stay
-    as they are, and that is said. `torch_dtype` is what the model becomes before; by default it keeps its types. `skip_modules` and
+    as they are, with a warning. `torch_dtype` is what the model becomes before; by default it keeps its types. `skip_modules` and
     `keep_in_fp32_modules` as in `BnbQuantizationConfig`.
 
     >>> TorchaoQuantizationConfig(weight_bits=4).group_size

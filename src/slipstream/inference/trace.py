@@ -70,11 +70,11 @@ class TracedStage:
     """Of the tensors of the output for one piece."""
 
     def empty(self, rows: int, device: torch.device) -> list[torch.Tensor]:
-        """Tensors of the shapes of the output for so many rows."""
+        """Return tensors of the shapes of the output for so many rows."""
         return [torch.empty((rows, *shape[1:]), dtype=dtype, device=device) for shape, dtype in self.shapes]
 
     def built(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The output as the model gives it, with these tensors."""
+        """Return the output in the structure of the model, with these tensors."""
         supply = iter(tensors)
         pairs = zip(pytree.flatten(self.frame), self.is_tensor, strict=True)
         return pytree.unflatten(self.frame, [next(supply) if tensor else leaf for leaf, tensor in pairs])
@@ -176,7 +176,7 @@ def fill_stage_weights(module: torch.nn.Module, model: torch.nn.Module) -> None:
         if tensor.is_meta:
             raise ConfigError(
                 f"this process has no memory for {name!r}, which its stage needs: if the model was made without weights, load them "
-                "before prepare_pippy; if it was prepared already, its example did not use this weight, so it was let go. Prepare it "
+                "before prepare_pippy; if it was prepared already, its example did not use this weight, so it was freed. Prepare it "
                 "with an example that does."
             )
         tensors[key] = tensor
@@ -274,7 +274,7 @@ def _quiet_torch() -> Iterator[None]:
         yield
 
 
-# -- what came of it --------------------------------------------------------------------------------------------------
+# -- outputs and errors --------------------------------------------------------------------------------------------------
 
 
 def _untraceable(model: torch.nn.Module, batch: PipelineBatch, rows: int, error: Exception) -> str:

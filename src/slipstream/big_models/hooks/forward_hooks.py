@@ -246,7 +246,7 @@ _TiedTensors = dict[int, dict[torch.device, torch.Tensor]]
 
 
 class _PreparedAttribute:
-    """An attribute that the preparation of a hook depends on, kept in the instance under its own name; assigning it prepares anew."""
+    """An attribute that the preparation of a hook depends on; assigning it prepares the hook again."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -255,14 +255,14 @@ class _PreparedAttribute:
         return self if hook is None else hook.__dict__[self._name]
 
     def __set__(self, hook: AlignDevicesHook, value: Any) -> None:
-        hook.__dict__[self._name] = hook._prepare_anew(value)
+        hook.__dict__[self._name] = hook._prepare_again(value)
 
 
 class AlignDevicesHook(ModelHook):
     """Brings the inputs of a module, and with `offload=True` its weights, to `execution_device` for each forward.
 
     weights_map: where the weights are, by the names they have below the module; with None they are those of the module, kept in memory.
-    If it has a method `bundle(names, device)` that gives a `Bundle`, the weights come from there. It may be assigned anew at any time.
+    If it has a method `bundle(names, device)` that returns a `Bundle`, the weights come from there. It may be assigned at any time.
     io_same_device: outputs go to the device of the first input. offload_buffers: persistent buffers are offloaded as well.
     place_submodules: the weights of everything below the module are meant, not its own alone. skip_keys: arguments that are not moved.
     tied_params_map: address -> device -> copy, by which modules that share a weight share its copy on a device too.
@@ -402,8 +402,8 @@ class AlignDevicesHook(ModelHook):
 
     # -- preparing ------------------------------------------------------------------------------------------------------------
 
-    def _prepare_anew(self, value: Any) -> Any:
-        """Prepare anew when `weights_map` or `execution_device` is assigned; return what is to be kept."""
+    def _prepare_again(self, value: Any) -> Any:
+        """Prepare again when `weights_map` or `execution_device` is assigned; return what is to be kept."""
         swapper = self._swapper
         self._moves_inputs = None
         if swapper is None or not swapper.in_use:

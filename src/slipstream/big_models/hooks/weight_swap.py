@@ -292,9 +292,9 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device, tied: _TiedTensor
 class Bundle(Protocol):
     """The tensors of one module, from wherever they are.
 
-    One that has a method `arrive` is told before each use, also of threads that find the tensors in place; it may let them wait there.
-    One that has a method `restore` is told when somebody has written into the tensors, which shall have their values again next time.
-    One that has a method `recall` is told when a backward comes to what the module computed, and will use the tensors again.
+    Three methods are optional. `arrive` is called before each use, also in threads that find the tensors in place, and may wait.
+    `restore` is called when something wrote into the tensors, which have to have their values again next time. `recall` is called when
+    a backward pass comes to what the module computed, and will use the tensors again.
     """
 
     def take(self) -> Sequence[torch.Tensor]:
@@ -511,7 +511,7 @@ class WeightSwapper:
                 alone = False
                 if (held := store.get(key)) is not parked:
                     parked = slot.accept_placeholder()
-                    alone = held is None or not held.is_meta  # somebody's own values, such as those of torch.func.functional_call
+                    alone = held is None or not held.is_meta  # real values of the caller, such as those of torch.func.functional_call
                 made: _InstalledValue | None = getattr(tensor, VALUE_ATTRIBUTE, None)
                 if made is None or made[2] is not parked.dtype or (graph and made[3] is not parked.requires_grad):
                     made = self._make(slot, tensor)
