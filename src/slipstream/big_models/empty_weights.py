@@ -186,7 +186,7 @@ class _TensorMover(TorchFunctionMode):
 def _elements(args: Any, kwargs: dict[str, Any]) -> int:
     """Return the number of elements of a factory call; 0 where it is not evident."""
     size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
-    return math.prod(size) if all(isinstance(entry, int) for entry in size) else 0
+    return math.prod(size) if all(isinstance(length, int) for length in size) else 0
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:

@@ -46,7 +46,7 @@ def _parse_dtype(given: Any, name: str) -> torch.dtype:
 
 
 def _check_names(given: Any, name: str) -> list[str] | None:
-    if given is not None and (isinstance(given, str) or not all(isinstance(entry, str) for entry in given)):
+    if given is not None and (isinstance(given, str) or not all(isinstance(module, str) for module in given)):
         raise ConfigError(f"{name}={given!r} is no list of names of modules. Write a list, such as ['lm_head'].")
     return None if given is None else list(given)
 

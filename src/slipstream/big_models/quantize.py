@@ -86,7 +86,7 @@ def find_skipped_modules(model: nn.Module, config: QuantizationConfig) -> list[s
     kept = config.keep_in_fp32_modules or []
     known = [name for name, _ in model.named_modules()]
     for field, names in (("skip_modules", config.skip_modules or []), ("keep_in_fp32_modules", kept)):
-        if unknown := [entry for entry in names if not any(is_within_any(name, [entry]) for name in known)]:
+        if unknown := [given for given in names if not any(is_within_any(name, [given]) for name in known)]:
             raise ConfigError(f"{field} names {unknown[0]!r}, and the model has no such module. It has: {', '.join(known[1:9])}, ...")
     return [*skipped, *kept]
 

@@ -385,13 +385,13 @@ def _checked_split_points(model: torch.nn.Module, given: str | Sequence[str], co
 
 def _hint(name: str, known: Collection[str]) -> str:
     """Return the nearest name, or the names there are."""
-    same = [entry for entry in known if entry and entry.rpartition(".")[2] == name.rpartition(".")[2]]
+    same = [path for path in known if path and path.rpartition(".")[2] == name.rpartition(".")[2]]
     if same:
         return f"Did you mean {same[0]!r}?"
-    beside = [entry for entry in known if entry and entry.rpartition(".")[0] == name.rpartition(".")[0]]
-    there = beside if "." in name and beside else [entry for entry in known if entry and "." not in entry]
+    beside = [path for path in known if path and path.rpartition(".")[0] == name.rpartition(".")[0]]
+    there = beside if "." in name and beside else [path for path in known if path and "." not in path]
     shown = [*there[:3], "...", there[-1]] if len(there) > 5 else there
-    near = nearest(name, [entry for entry in known if entry])
+    near = nearest(name, [path for path in known if path])
     meant = f"Did you mean {near[0]!r}? " if near and not beside else ""
     return f"{meant}There are: {', '.join(shown) or 'no modules in it'}."
 

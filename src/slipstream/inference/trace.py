@@ -434,7 +434,7 @@ def resolve_rows(model: torch.nn.Module, batch: PipelineBatch, device: torch.dev
     if not fitting:
         return batch  # none that is better: the tracer says why, or `check_rows` does
     if len(fitting) > 1 and not _can_run(model):
-        ways = zip(*(entry.is_cut for entry in fitting), strict=True)
+        ways = zip(*(reading.is_cut for reading in fitting), strict=True)
         names = [name for name, cut in zip(batch.labels(model), ways, strict=True) if len(set(cut)) > 1]
         raise ConfigError(
             f"it cannot be told whether {' and '.join(names)} has a row for each of the {batch.rows} entries of the batch: the model runs "
@@ -456,12 +456,12 @@ def _possible_readings(
 ) -> list[PipelineBatch]:
     """Return the readings without an objection; objections to the others are logged at debug level."""
     left = []
-    for entry in tried:
-        why = objection(entry)
+    for reading in tried:
+        why = objection(reading)
         if why is None:
-            left.append(entry)
+            left.append(reading)
         else:
-            cut = [name for name, is_cut in zip(entry.labels(model), entry.is_cut, strict=True) if is_cut]
+            cut = [name for name, is_cut in zip(reading.labels(model), reading.is_cut, strict=True) if is_cut]
             get_logger(__name__).debug("not read with rows in %s alone: %s", ", ".join(cut), why)
     return left
 
@@ -530,7 +530,7 @@ def _row_difference(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
     whole = _outputs(model, batch, given)
     types = {tensor.dtype for tensor in (*tensors, *whole) if tensor.is_floating_point() or tensor.dtype is torch.int8}
     close = 0.1 if torch.is_autocast_enabled(here.type) else max((_TOLERANCE.get(dtype, 0.1) for dtype in types), default=0.1)
-    apart = _describe_difference([entry[-rows:] for entry in whole], _outputs(model, batch, part), close)
+    apart = _describe_difference([tensor[-rows:] for tensor in whole], _outputs(model, batch, part), close)
     if apart is None or _describe_difference(whole, _outputs(model, batch, given), close) is not None:
         return None  # the same; or a model that gives something else each time
     return apart

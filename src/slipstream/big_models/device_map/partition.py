@@ -164,7 +164,7 @@ class ModelPieces:
             for piece in group.pieces[1:]:
                 around = _ancestor(piece.name, depth)
                 if around not in (piece.name, _ancestor(group.name, depth)):
-                    order.update({id(entry): entry for entry in below.get(around, ()) if id(entry) not in order})
+                    order.update({id(other): other for other in below.get(around, ()) if id(other) not in order})
         return tuple(order.values())
 
 
@@ -273,7 +273,7 @@ def find_composite(modules: Mapping[str, nn.Module], name: str) -> str | None:
     """
     words = name.split(".")
     around = (".".join(words[:count]) for count in range(len(words) + 1))
-    return next((entry for entry in around if modules[entry]._modules and _is_composite(modules[entry])), None)
+    return next((path for path in around if modules[path]._modules and _is_composite(modules[path])), None)
 
 
 class _BlockPartitioner:
@@ -328,7 +328,7 @@ class _BlockPartitioner:
             return False
         if not is_called(module):
             return True
-        stays = any(entry.__name__ in self._whole for entry in type(module).__mro__)
+        stays = any(kind.__name__ in self._whole for kind in type(module).__mro__)
         large = self._bytes[id(module)] > self._largest
         if isinstance(module, nn.TransformerEncoder):  # calls its layers, but sees by the weights of the first how to treat padding
             return large and not stays

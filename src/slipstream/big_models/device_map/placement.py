@@ -216,7 +216,7 @@ def _attempt(items: Sequence[PackingItem], rooms: Sequence[Room], free: int) -> 
     main = None
     for number, room in enumerate(rooms):
         offloaded = room.kind == "disk" or (room.kind == "memory" and main is not None)
-        weights = [items[entry].moved if offloaded else items[entry].size for entry in left]
+        weights = [items[index].moved if offloaded else items[index].size for index in left]
         keeps = main is None and not offloaded
         whole = keeps and sum(weights) <= room.cap
         chosen = set(range(len(left))) if whole else _choose(weights, room.cap - (free if keeps else 0))
@@ -246,15 +246,15 @@ def _choose(weights: Sequence[int], cap: int) -> set[int]:
         [*window, *(index for index in range(len(weights)) if index not in window)],
         sorted(range(len(weights)), key=lambda index: -weights[index]),
     ]
-    return max((_first_fit(weights, order, cap) for order in orders), key=lambda chosen: sum(weights[entry] for entry in chosen))
+    return max((_first_fit(weights, order, cap) for order in orders), key=lambda chosen: sum(weights[index] for index in chosen))
 
 
 def _first_fit(weights: Sequence[int], order: Iterable[int], cap: int) -> set[int]:
     chosen = set()
-    for entry in order:
-        if weights[entry] <= cap:
-            cap -= weights[entry]
-            chosen.add(entry)
+    for index in order:
+        if weights[index] <= cap:
+            cap -= weights[index]
+            chosen.add(index)
     return chosen
 
 

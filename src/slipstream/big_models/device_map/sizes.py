@@ -58,7 +58,7 @@ def to_dtype(given: Any, name: str = "dtype") -> torch.dtype | CustomDtype:
         return given
     if isinstance(given, str):
         word = given.removeprefix("torch.")
-        custom = next((entry for entry in CustomDtype if entry.value == word.lower()), None)
+        custom = next((member for member in CustomDtype if member.value == word.lower()), None)
         found = custom or getattr(torch, word, None)
         if isinstance(found, torch.dtype | CustomDtype):
             return found
@@ -285,7 +285,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
         return False
     read = getattr(config, "get_text_config", None)
     text = read(decoder=True) if callable(read) else config
-    words = any(getattr(entry, "tie_word_embeddings", False) for entry in (config, text))
+    words = any(getattr(settings, "tie_word_embeddings", False) for settings in (config, text))
     output = getattr(model, "get_output_embeddings", None)
     has_output = callable(output) and output() is not None
     halves = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)

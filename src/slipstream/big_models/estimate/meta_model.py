@@ -428,9 +428,9 @@ def _user_line(error: BaseException) -> str:
         return f" (at {error.filename}:{error.lineno})"
     library = os.path.dirname(os.__file__) + os.sep
     frames = [
-        entry
-        for entry in traceback.extract_tb(error.__traceback__)
-        if not entry.filename.startswith(("<", library)) and "site-packages" not in entry.filename and not is_package_frame(entry.filename)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", library)) and "site-packages" not in frame.filename and not is_package_frame(frame.filename)
     ]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 

@@ -263,7 +263,7 @@ def _find_model(given: str, settings: EstimateOptions, environ: Mapping[str, str
         why = "what the model is called with is not known. Let the entry point return a pair (model, inputs)."
         return _EstimatedModel("entry point", list_tensors(model), model=model, inputs=inputs, length=settings.sequence_length, why_not=why)
     if not _HUB_NAME.fullmatch(given) or given.startswith(".") or given.endswith((".json", ".py", ".safetensors", ".bin")):
-        there = sorted(entry.name for entry in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        there = sorted(file.name for file in path.parent.iterdir())[:8] if path.parent.is_dir() else []
         near = f" In {path.parent} there are: {', '.join(there)}." if there else ""
         raise ConfigError(
             f"There is nothing at {given}.{near}\n"
@@ -280,7 +280,7 @@ def _from_folder(path: Path, settings: EstimateOptions) -> _EstimatedModel:
     config = tensors.read_config(path / "config.json") if (path / "config.json").is_file() else None
     if not tensors.has_weights(path):
         if config is None:
-            there = sorted(entry.name for entry in path.iterdir())[:8]
+            there = sorted(file.name for file in path.iterdir())[:8]
             raise ConfigError(
                 f"{path} holds neither a config.json nor weights; it holds {', '.join(there) or 'nothing'}.\n"
                 "Give the folder of a model: with a config.json, model.safetensors, an index, or a checkpoint."

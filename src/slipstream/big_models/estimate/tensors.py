@@ -314,7 +314,7 @@ def _layouts(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] | No
         if not manifest.models or manifest.models[0].pieces:
             return None
         return [(_layout(path / check_name(name, MANIFEST)), None) for name in manifest.models[0].files]
-    names = sorted(entry.name for entry in path.iterdir())
+    names = sorted(file.name for file in path.iterdir())
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         if name in names:
             return _layouts(path / name)

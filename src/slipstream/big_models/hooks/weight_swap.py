@@ -46,8 +46,8 @@ def _apply_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     # Tried on torch 2.13; tests/big_models/test_weight_store.py notices a change. It can go when torch exports the name.
     with torch._C.DisableTorchFunctionSubclass():
         everything = list(_tensors([*args, *kwargs.values()]))
-        away = [entry for entry in everything if isinstance(entry, (PlaceholderParameter, PlaceholderBuffer)) and entry.is_meta]
-        if away and any(not entry.is_meta and entry.dim() for entry in everything):
+        away = [tensor for tensor in everything if isinstance(tensor, (PlaceholderParameter, PlaceholderBuffer)) and tensor.is_meta]
+        if away and any(not tensor.is_meta and tensor.dim() for tensor in everything):
             return _with_values(function, args, kwargs, away)
         result = function(*args, **kwargs)
         if function in torch.overrides.get_default_nowrap_functions() or not isinstance(result, torch.Tensor) or not result.is_meta:
@@ -62,17 +62,17 @@ def _with_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         raise StateError(_placeholder_error(away[0], "written to"))
     with ExitStack() as stack:
         values: dict[int, torch.Tensor] = {}
-        for entry in away:
-            keeper: PlaceholderOwner | None = getattr(entry, OWNER_ATTRIBUTE, lambda: None)()
+        for tensor in away:
+            keeper: PlaceholderOwner | None = getattr(tensor, OWNER_ATTRIBUTE, lambda: None)()
             if keeper is None:
-                raise StateError(_placeholder_error(entry, "used"))
-            if id(entry) not in values:
-                values[id(entry)] = stack.enter_context(keeper.values_of(entry))
+                raise StateError(_placeholder_error(tensor, "used"))
+            if id(tensor) not in values:
+                values[id(tensor)] = stack.enter_context(keeper.values_of(tensor))
         return function(*_replaced(args, values), **{key: _replaced([value], values)[0] for key, value in kwargs.items()})
 
 
 def _replaced(given: Iterable[Any], values: Mapping[int, torch.Tensor]) -> list[Any]:
-    return [type(entry)(_replaced(entry, values)) if type(entry) in (list, tuple) else values.get(id(entry), entry) for entry in given]
+    return [type(value)(_replaced(value, values)) if type(value) in (list, tuple) else values.get(id(value), value) for value in given]
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
@@ -364,7 +364,7 @@ def find_swappers(module: torch.nn.Module) -> list[WeightSwapper]:
     """Return the swappers of a module's own tensors, whichever module their hooks are on; each once."""
     keepers = [getattr(slot.tensor, OWNER_ATTRIBUTE, None) for slot in find_slots(module, recurse=False)]
     found = [keeper() for keeper in keepers if isinstance(keeper, _SwapperReference)]
-    return list({id(entry): entry for entry in found if entry is not None}.values())
+    return list({id(swapper): swapper for swapper in found if swapper is not None}.values())
 
 
 class _SwappedTensor:
@@ -456,11 +456,11 @@ class WeightSwapper:
             if output.requires_grad:
                 output.register_hook(self._recalled)  # type: ignore[no-untyped-call]
         elif isinstance(output, (list, tuple)):
-            for entry in output:
-                self.watch(entry)
+            for part in output:
+                self.watch(part)
         elif isinstance(output, Mapping):
-            for entry in output.values():
-                self.watch(entry)
+            for part in output.values():
+                self.watch(part)
 
     def _recalled(self, _: torch.Tensor) -> None:
         if self._recall is not None:

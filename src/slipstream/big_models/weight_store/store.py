@@ -366,7 +366,7 @@ class DirectBlockReader:
 
     def drop(self, keep: list[WeightBlock]) -> None:
         """Forget blocks that have run, except these and those that still run."""
-        for block in [entry for entry in self._filled if not entry.active and entry not in keep]:
+        for block in [block for block in self._filled if not block.active and block not in keep]:
             del self._filled[block]
 
     def forget(self, block: WeightBlock) -> None:
@@ -455,12 +455,12 @@ class WeightStore:
         """
         with self._lock:
             kept = self._residency().kept
-            coming = [entry for entry in (block, self.blocks[max(0, block.number - 1)]) if entry.number not in kept]
+            coming = [needed for needed in (block, self.blocks[max(0, block.number - 1)]) if needed.number not in kept]
             self._drop_passed(coming)
-            for entry in coming:
-                if not entry.asked:
-                    entry.ask()
-                    self._transient.append(entry)
+            for needed in coming:
+                if not needed.asked:
+                    needed.ask()
+                    self._transient.append(needed)
             if not block.present:
                 block.wait()
 
@@ -531,8 +531,8 @@ class WeightStore:
         self._drop_passed(coming)
         if self._direct_reader is not None:
             self._direct_reader.drop(coming)
-        for entry in coming:
-            self._ask(entry, passing=entry.number not in plan.kept)
+        for needed in coming:
+            self._ask(needed, passing=needed.number not in plan.kept)
 
     def _drop_passed(self, keep: Sequence[WeightBlock]) -> None:
         for block in [block for block in self._transient if not block.active and block not in keep]:

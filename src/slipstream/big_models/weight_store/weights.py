@@ -151,7 +151,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def size_of(self, names: Iterable[str]) -> int:
         """Return the bytes of files that are in memory when these weights are used together, as the store counts them."""
         placed = [self._placed(name) for name in names if name not in self.state_dict]
-        return WeightBlock("", (), [(entry.file, (entry.start, entry.end)) for entry in placed]).size
+        return WeightBlock("", (), [(place.file, (place.start, place.end)) for place in placed]).size
 
     def bundle(self, names: Sequence[str], device: Any) -> PageBundle | ConvertedBundle:
         """Return the tensors that a module needs together, for the device that it runs on."""
