@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.accelerator.components import AcceleratorBase
-from slipstream.big_models.prepare import check_not_trained_together, dispatch_for_prepare, is_dispatched
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import LoaderSettings
 from slipstream.data.prepare import build_loader, choose_seed, skip_first_batches
@@ -59,6 +58,8 @@ class PreparationMixin(AcceleratorBase):
         places = _places(device_placement, len(args))
         _check_objects(args, self._components.place.world_size)
         if device_map is not None:
+            from slipstream.big_models.prepare import dispatch_for_prepare
+
             dispatch_for_prepare([argument for argument in args if isinstance(argument, torch.nn.Module)], device_map, offload_folder)
         elif offload_folder is not None:
             raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map beside it, which says what goes there.")
@@ -88,8 +89,10 @@ class PreparationMixin(AcceleratorBase):
         original = compile_in_place(components.strategy.unwrap(model)) if known is None else known.original
         known = known or components.stepper.find(original)
         time_forward(original, None)
-        apart = is_dispatched(original)
+        apart = self.verify_device_map(original)
         if apart:
+            from slipstream.big_models.prepare import check_not_trained_together
+
             check_not_trained_together(original, 1 if evaluation_mode else components.place.world_size)
             evaluation_mode |= components.place.world_size > 1
         else:
@@ -114,6 +117,10 @@ class PreparationMixin(AcceleratorBase):
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Return whether a device map dispatched the model, so that several processes cannot train it together."""
+        if not any(hasattr(module, "hf_device_map") for module in model.modules()):
+            return False
+        from slipstream.big_models.prepare import is_dispatched
+
         return is_dispatched(model)
 
     def _places(self, device_placement: bool | None) -> bool:

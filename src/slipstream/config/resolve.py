@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from slipstream.config import resolved_config
-from slipstream.config.files import ConfigFile, parse_config_file
 from slipstream.config.names import is_internal, unknown_name
 from slipstream.config.option import Kind, Origin, parse
 from slipstream.config.resolved_config import Choice, Config, build_config, parse_choices
 from slipstream.config.schema import OPTIONS
 from slipstream.config.sources import default_file_path, environment, read_file
+
+if TYPE_CHECKING:
+    from slipstream.config.files import ConfigFile
 
 __all__ = ["for_worker", "resolve"]
 
@@ -48,7 +51,8 @@ def resolve(
     environment_layer = _environment_layer(environ)
     file = _file(flag_layer, environment_layer, default_file_path(environ) if default_file else None)
     constructor_layer = _constructor_layer(constructor, caller)
-    return build_config(_strongest(constructor_layer, flag_layer, environment_layer, file.choices), file.unused)
+    layers = (constructor_layer, flag_layer, environment_layer)
+    return build_config(_strongest(*layers)) if file is None else build_config(_strongest(*layers, file.choices), file.unused)
 
 
 def for_worker(
@@ -109,10 +113,11 @@ def _environment_layer(environ: Mapping[str, str]) -> dict[str, Choice]:
     return layer
 
 
-def _file(flags: _Layer, variables: _Layer, default: os.PathLike[str] | None) -> ConfigFile:
+def _file(flags: _Layer, variables: _Layer, default: os.PathLike[str] | None) -> ConfigFile | None:
     chosen = flags.get("config_file") or variables.get("config_file")
-    if chosen:
-        return parse_config_file(read_file(str(chosen.value)), str(chosen.value))
-    if default is not None and os.path.exists(default):
-        return parse_config_file(read_file(default), os.fspath(default))
-    return ConfigFile({})
+    path = str(chosen.value) if chosen else os.fspath(default) if default is not None and os.path.exists(default) else None
+    if path is None:
+        return None
+    from slipstream.config.files import parse_config_file
+
+    return parse_config_file(read_file(path), path)

@@ -28,7 +28,6 @@ from slipstream.config.handlers import ProjectConfiguration
 from slipstream.config.redaction import redact_text, redact_values
 from slipstream.config.sources import environment
 from slipstream.devices.packages import version_of
-from slipstream.files.object_store import is_url, local_path, redact
 from slipstream.logging import get_logger
 from slipstream.observability.guards.monitor import Guards
 from slipstream.observability.memory import MemorySnapshot, NamedTensor, named_tensors, watch_memory
@@ -85,6 +84,7 @@ class RunRecorder:
     @cached_property
     def trackers(self) -> Trackers:
         """The trackers of `log_with`, and the local one as well where the run has a folder."""
+        from slipstream.files.object_store import is_url
         from slipstream.observability.trackers.local import LocalTracker
         from slipstream.observability.trackers.registry import ChosenTrackers, Trackers, resolve_trackers
 
@@ -111,6 +111,8 @@ class RunRecorder:
         """Where runs are kept; None where nothing is, and on processes that do not write."""
         if self._root is None or not self._components.state.is_main_process:
             return None
+        from slipstream.files.object_store import is_url, redact
+
         if is_url(self._root):
             self._warn(f"project_dir={redact(self._root)} is no folder of this machine, so this run gets none: no report is written")
             return None
@@ -324,7 +326,11 @@ def _absolute_path(given: str | None) -> str | None:
     >>> _absolute_path("file:///data/run"), _absolute_path("s3://bucket/run"), _absolute_path(None)
     ('/data/run', 's3://bucket/run', None)
     """
-    return given if given is None or is_url(given) else os.path.abspath(os.path.expanduser(local_path(given)))
+    if given is None:
+        return None
+    from slipstream.files.object_store import is_url, local_path
+
+    return given if is_url(given) else os.path.abspath(os.path.expanduser(local_path(given)))
 
 
 def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:

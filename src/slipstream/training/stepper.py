@@ -22,7 +22,6 @@ from slipstream.errors import StateError
 from slipstream.observability.timing.meter import BACKWARD, EVALUATION, FORWARD, LEAVE, LOG_LIMIT, OPTIMIZER, Meter
 from slipstream.precision.scaler import LossScaler, NoScaler
 from slipstream.training.accumulation import Accumulation
-from slipstream.training.loop_state import check_gradients, check_loop_state, collect_gradients, set_gradients
 from slipstream.training.loss_checks import (
     NOT_PREPARED_MESSAGE,
     check_weight,
@@ -499,6 +498,8 @@ class Stepper:
 
     def check(self, state: Any, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
         """Raise unless these can be restored here; change nothing."""
+        from slipstream.training.loop_state import check_gradients, check_loop_state  # of checkpoints: a step needs none of it
+
         check_loop_state(state, [type(model.original).__name__ for model in self.models])
         check_gradients([model.original for model in self.models], gradients)
 
@@ -515,11 +516,15 @@ class Stepper:
 
     def open_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return the gradients on this rank of an update still to come, named as "0.weight" (first model); None if there are none."""
+        from slipstream.training.loop_state import collect_gradients
+
         waiting = [self.outside or (model.accumulation.pending and not model.accumulation.closing) for model in self.models]
         return collect_gradients([model.original if open_ else None for model, open_ in zip(self.models, waiting, strict=True)]) or None
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         """Restore gradients; parameters without one here have none afterwards."""
+        from slipstream.training.loop_state import set_gradients
+
         set_gradients([model.original for model in self.models], gradients)
 
 
