@@ -236,6 +236,80 @@ def set_order(path: str, text: str) -> Iterator[str]:
                     yield f"line {iterated.lineno}: walks the set {spelled}, whose order ranks do not share; use a list or sorted()"
 
 
+MAY_BE_A_GERUND = {
+    "logging.py": "the module path that scripts import",
+    "tracking.py": "the module path that scripts import",
+    "testing/__init__.py": "the package that test suites import",
+    "training/__init__.py": "the noun of the field",
+    "observability/timing/__init__.py": "the noun of the field",
+}
+"""Modules are nouns: what ends in -ing needs a reason."""
+
+MAY_BE_UNUSED = {
+    "__main__.py": "python -m slipstream",
+    "hooks.py": "a module path that scripts import",
+    "tracking.py": "a module path that scripts import",
+    "notebook.py": "public functions",
+    "parallel/mesh.py": "sharded training is built on it",
+    "testing/faults.py": "for the test suites of users",
+    "testing/plugin.py": "pytest loads it by name",
+    "testing/server.py": "the process that forks the ranks of a pool runs it",
+}
+"""Modules that no other module imports, with the reason."""
+
+
+def gerunds(path: str, text: str) -> Iterator[str]:
+    name = path.removesuffix("/__init__.py").removesuffix(".py").split("/")[-1]
+    if name.endswith("ing") and path not in MAY_BE_A_GERUND:
+        yield f"the module is named {name}: modules are nouns (STYLE: capture, restore, commit, heartbeat)"
+
+
+INTERNALS_NOTE = "# torch internals:"
+STABLE_PRIVATE_NAMES = ("torch._foreach_", "torch.ops.aten.")
+"""Names with an underscore that PyTorch's own documentation or optimizers rely on."""
+
+
+def fenced_internals(path: str, text: str) -> Iterator[str]:
+    """A private name of torch is used below a note that says why, on which versions, and which test notices; one note serves a file."""
+    if INTERNALS_NOTE in text:
+        return
+    for node in nodes_of(text):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else node.module if isinstance(node, ast.ImportFrom) else None
+        if name and re.match(r"torch\.(\w+\.)*_[a-zA-Z]", name) and not name.startswith(STABLE_PRIVATE_NAMES) and "__" not in name:
+            yield f"line {getattr(node, 'lineno', '?')}: uses {name} without a note: {INTERNALS_NOTE} why, versions, test, when it can go"
+
+
+def missing_files(path: str, text: str, exists: Callable[[str], bool]) -> Iterator[str]:
+    """The files that prose names in backticks and that do not exist; in Python code, docstrings and comments are prose."""
+    for line, found in enumerate(text.splitlines(), 1):
+        for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.py)(?:[:#][^`]*)?`", found):
+            if "/" in name and not exists(name):
+                yield f"{path}:{line}: names {name}, which does not exist"
+
+
+def shared_class_names(sources: Mapping[str, str]) -> list[str]:
+    """Public class names that are defined in more than one module."""
+    homes: dict[str, list[str]] = {}
+    for path, text in sources.items():
+        for node in nodes_of(text):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in homes.items() if len(set(paths)) > 1]
+
+
+def unused_modules(sources: Mapping[str, str]) -> list[str]:
+    """Modules that no other module imports, names in a string, or finds as a command."""
+    known = {_dotted(path): path for path in sources}
+    used = {"__init__", "utils"}
+    for path, text in sources.items():
+        used |= {found for _, target in imports(path, text) if (found := _module(target, known)) not in (None, _dotted(path))}
+        strings = [node.value for node in nodes_of(text) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        used |= {name.removeprefix(f"{PACKAGE}.") for name in strings if re.fullmatch(r"[a-z_0-9.]+", name)}
+    packages = {name for name in known if known[name].endswith("__init__.py")}
+    commands = {name for name in known if name.startswith("cli.")}  # cli/main.py imports a command by its name
+    return sorted(known[name] for name in known.keys() - used - packages - commands if known[name] not in MAY_BE_UNUSED)
+
+
 def layer_table(exists: Callable[[str], bool]) -> str:
     """Return the table of rooms that CONTRIBUTING.md shows, for the rooms that exist."""
     rows = [f"| {layer} | `{name}` | {what} |" for name, (layer, what) in ROOMS.items() if exists(name)]
@@ -255,6 +329,8 @@ CHECKS: tuple[Check, ...] = (
     documented,
     no_shell,
     set_order,
+    gerunds,
+    fenced_internals,
 )
 
 

@@ -109,6 +109,9 @@ BAD = [
     (checks.no_shell, "launch/plan.py", "os.system('ls')", "os.system goes through a shell"),
     (checks.set_order, "strategies/ddp.py", "seen: WeakSet[int] = WeakSet()\nfor item in seen:\n    f(item)", "walks the set seen"),
     (checks.set_order, "strategies/ddp.py", "x = [f(y) for y in {1, 2} | z]", "walks the set {1, 2} | z"),
+    (checks.gerunds, "checkpoint/taking.py", "", "the module is named taking"),
+    (checks.fenced_internals, "training/a.py", "x = torch._C._anything", "uses torch._C._anything without"),
+    (checks.fenced_internals, "training/a.py", "from torch._dynamo import x", "uses torch._dynamo without"),
     (checks.set_order, "training/a.py", "def f(self):\n    self.a = set()\n    return [g(x) for x in list(self.a)]", "set list(self.a)"),
 ]
 
@@ -117,6 +120,32 @@ BAD = [
 def test_bad_examples(check, path, text, complaint):
     """Every check finds its bad examples."""
     assert any(complaint in found for found in check(path, text))
+
+
+def test_class_names_are_unique():
+    """No two public classes of the tree share a name."""
+    assert checks.shared_class_names(SOURCES) == []
+    assert checks.shared_class_names({"a.py": "class A: ...", "b.py": "class A: ..."}) == ["A: a.py, b.py"]
+
+
+def test_modules_are_used():
+    """No module is imported by tests alone."""
+    assert checks.unused_modules(SOURCES) == []
+    assert checks.unused_modules({"a/b.py": "", "a/c.py": "from slipstream.a import d", "a/d.py": ""}) == ["a/b.py", "a/c.py"]
+
+
+def test_named_files_exist():
+    """Docstrings, comments and documents name only files that exist."""
+    root = SOURCE.parents[1]
+    prose = {path.name: path.read_text() for path in (*root.glob("*.md"), *root.glob("docs/*.md")) if path.name != "CHANGELOG.md"}
+    folders = (root, SOURCE, root / "src", root / "tests")
+    examples = ("path/file.py",)  # of what a user writes
+
+    def exists(name: str) -> bool:
+        return name in examples or any((folder / name).exists() for folder in folders)
+
+    assert [told for path, text in {**SOURCES, **prose}.items() for told in checks.missing_files(path, text, exists)] == []
+    assert list(checks.missing_files("a.py", "# see `no/such.py`", exists)) == ["a.py:1: names no/such.py, which does not exist"]
 
 
 def test_bad_examples_complete():
@@ -152,7 +181,9 @@ def test_cycle_detection():
 
 
 @pytest.mark.parametrize(
-    "table", [checks.MAY_TOUCH_VARIABLES, checks.MAY_NAME_DEVICES, checks.MAY_HOLD_STATE], ids=["variables", "devices", "state"]
+    "table",
+    [checks.MAY_TOUCH_VARIABLES, checks.MAY_NAME_DEVICES, checks.MAY_HOLD_STATE, checks.MAY_BE_A_GERUND, checks.MAY_BE_UNUSED],
+    ids=["variables", "devices", "state", "gerunds", "unused"],
 )
 def test_exception_tables(table):
     """Exceptions to a rule are for files that exist, and give a reason."""
@@ -166,6 +197,27 @@ def test_contributing_shows_the_layers():
 
 def run_in_new_interpreter(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100).stdout.strip()
+
+
+STEP = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+import slipstream
+accelerator = slipstream.Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for (inputs,) in data:
+    accelerator.backward(model(inputs).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+print(sum(name.startswith("slipstream") for name in sys.modules))
+"""
+
+
+def test_modules_of_a_step():
+    """`Accelerator()`, `prepare` and a training step import at most 90 of our modules."""
+    assert int(run_in_new_interpreter(STEP).splitlines()[-1]) <= 90
 
 
 def test_import_without_torch():

@@ -24,6 +24,8 @@ from slipstream.launch.plan import LOOPBACK, LaunchPlan
 from slipstream.launch.store import StoreAddress, connect_store, interface_towards, open_listener, serve_store, silence_stderr
 
 if TYPE_CHECKING:
+    # torch internals: the stores under the name that type checkers see; torch.distributed has them too, unexported. Tried on torch 2.13;
+    # mypy notices a change, and tests/launch/test_launch_store.py. It can go when torch.distributed exports them.
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler as _Handler, RendezvousInfo
 else:

@@ -1,8 +1,8 @@
 """Describe the machine and the installation as plain data that can be shown.
 
 Sections are versions, system, devices, options and environment variables. Versions come from package metadata and devices from device
-files, so nothing slow or broken is imported; `deep=True` imports torch and asks it too. Secrets are removed (`config/redact.py`), and the
-home directory is written as ~.
+files, so nothing slow or broken is imported; `deep=True` imports torch and asks it too. Secrets are removed (`config/redaction.py`), and
+the home directory is written as ~.
 """
 
 from __future__ import annotations
