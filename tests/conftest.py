@@ -30,10 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = (
     "test_examples.py",
     "test_docs.py",
-    "test_lost_and_stuck.py",
+    "test_lost_ranks.py",
     "test_launched_machines.py",
     "test_exact_resume.py",
-    "test_backward_watch.py",
+    "test_watchdog.py",
     "test_launched_failures.py",
     "test_kills.py",
     "test_notebook.py",
