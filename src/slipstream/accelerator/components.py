@@ -32,8 +32,8 @@ from slipstream.logging import get_logger
 from slipstream.observability.options import GuardKwargs, LedgerKwargs, ProfileKwargs
 from slipstream.observability.timing.ledger import Ledger
 from slipstream.parallel.compile import TorchDynamoPlugin, complete_plugin
+from slipstream.precision.model_precision import ModelPrecision
 from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs, make_policy
-from slipstream.precision.precision import ModelPrecision
 from slipstream.strategies.base import Strategy
 from slipstream.strategies.ddp_options import DDPCommunicationHookType, DistributedDataParallelKwargs
 from slipstream.training.clip import GradientClipper

@@ -36,7 +36,7 @@ _PREPARE_ORDER = ("model", "optimizer", "loader", "scheduler")
 
 
 class PreparationMixin(AcceleratorBase):
-    """`prepare` and its kin."""
+    """The `prepare` methods."""
 
     def prepare(
         self,
@@ -55,7 +55,7 @@ class PreparationMixin(AcceleratorBase):
         >>> type(model).__name__, number
         ('Linear', 7)
         """
-        places = _places(device_placement, len(args))
+        places = _placement_by_object(device_placement, len(args))
         _check_objects(args, self._components.place.world_size)
         if device_map is not None:
             from slipstream.big_models.prepare import dispatch_for_prepare
@@ -89,15 +89,15 @@ class PreparationMixin(AcceleratorBase):
         original = compile_in_place(components.strategy.unwrap(model)) if known is None else known.original
         known = known or components.stepper.find(original)
         time_forward(original, None)
-        apart = self.verify_device_map(original)
+        apart, moves = self.verify_device_map(original), self._moves_to_device(device_placement)
         if apart:
             from slipstream.big_models.prepare import check_not_trained_together
 
             check_not_trained_together(original, 1 if evaluation_mode else components.place.world_size)
             evaluation_mode |= components.place.world_size > 1
         else:
-            components.strategy.check(original, _present_device(original) if self._places(device_placement) else components.state.device)
-        if self._places(device_placement) and not apart:
+            components.strategy.check(original, _present_device(original) if moves else components.state.device)
+        if moves and not apart:
             original.to(components.state.device)
         components.precision.apply(original)
         if components.dynamo is not None:
@@ -123,7 +123,7 @@ class PreparationMixin(AcceleratorBase):
 
         return is_dispatched(model)
 
-    def _places(self, device_placement: bool | None) -> bool:
+    def _moves_to_device(self, device_placement: bool | None) -> bool:
         return self._components.device_placement if device_placement is None else device_placement
 
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
@@ -154,7 +154,7 @@ class PreparationMixin(AcceleratorBase):
                 f"this {type(optimizer.optimizer).__name__} was prepared by another Accelerator, and follows its updates: "
                 "prepare the optimizer that you made (or a new one), not what the other gave back"
             )
-        if self._places(device_placement) and optimizer.state and components.state.device.type != CPU.type:
+        if self._moves_to_device(device_placement) and optimizer.state and components.state.device.type != CPU.type:
             optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
         prepared = AcceleratedOptimizer(optimizer, components.stepper, components.strategy.step if components.strategy.averages else None)
         components.registry.optimizers.append(prepared)
@@ -215,7 +215,7 @@ class PreparationMixin(AcceleratorBase):
                 config=components.loading,
                 seed=seed,
                 device=components.state.device,
-                put_on_device=self._places(place),
+                put_on_device=self._moves_to_device(place),
                 gradient_state=components.gradient_state,
                 effective_batch_size=None if keep_batch_size else components.effective_batch_size,
                 slice_fn=slice_fn,
@@ -340,7 +340,7 @@ def _check_objects(objects: Sequence[Any], world_size: int) -> None:
                 )
 
 
-def _places(device_placement: Sequence[bool | None] | None, count: int) -> Sequence[bool | None]:
+def _placement_by_object(device_placement: Sequence[bool | None] | None, count: int) -> Sequence[bool | None]:
     if device_placement is None:
         return [None] * count
     if not isinstance(device_placement, (list, tuple)) or len(device_placement) != count:

@@ -233,7 +233,7 @@ def _has_same_bytes(path: Path, other: Path) -> bool:
 def _files_of(old: Path, new: Path) -> set[str]:
     """Return the names of the files in a replaced folder that belong to its checkpoint."""
     manifest, successor = read_manifest_or_none(old), read_manifest_or_none(new)
-    # A second save at the same place of a run: a rank that came before its commit took the first one for it, and put its file there.
+    # Two saves at the same step: a rank that wrote before the second commit may have put its file into the first checkpoint.
     stamp = None if successor is None else successor.stamp
     ranks = {name for name in os.listdir(old) if (rank := RankFile.of(name)) and (rank.stamp != stamp or os.path.lexists(new / name))}
     if manifest is not None:

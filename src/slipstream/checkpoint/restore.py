@@ -1,9 +1,9 @@
-"""`load_state` of one Accelerator: compare a checkpoint with what is prepared, agree across ranks, and restore all of it or nothing.
+"""`load_state` of one Accelerator: compare a checkpoint with what is prepared, agree across ranks, and restore it.
 
 Everything is read, verified, resharded and compared on every rank before anything changes; a rank that cannot load makes all of them
-raise. Optimizers, schedulers and the loss scale, which may refuse, are restored first and can be undone; then registered objects; then
-loaders, weights, accumulation and gradients; random states last. If a rank fails, every rank returns to its previous state and raises.
-Only what hooks and registered objects did before that cannot be undone.
+raise. Optimizers, schedulers and the loss scale, which may reject a state, are restored first: if one fails on any rank, every rank undoes
+them and raises. Registered objects follow; what they and hooks change is not undone. Then loaders, weights, accumulation and gradients
+are assigned, which were checked before and have no undo; random states last.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ def _as_checkpoint_error(error: Exception, where: str) -> SlipstreamError:
 
 
 def _check_random_states(state: Any, where: str) -> None:
-    """Raise if these random states cannot be restored; none are changed."""
+    """Raise if these random states cannot be restored; the present ones are put back."""
     if not state:
         return
     kept = rng.capture()
@@ -482,7 +482,7 @@ def _restore_rest(saver: Saver, plan: _RestorePlan, options: LoadOptions, number
 
 
 def _run_load_hooks(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> list[int]:
-    """Run the hooks of the script, and gives the numbers of the models that they leave to us."""
+    """Run the load hooks and return the indices of the models that they did not load."""
     models = [model.prepared for model in saver.components.stepper.models]
     everything = list(models)
     for hook in saver.load_hooks.values():
@@ -494,7 +494,7 @@ def _run_load_hooks(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> l
 
 
 def _without_weights(saver: Saver, saved: SavedState, number: int, options: LoadOptions) -> str:
-    """Return a model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
+    """Return the warning for a model without weights in the checkpoint; raise unless `strict=False`."""
     kind = type(saver.components.stepper.models[number].original).__name__
     text = f"{saved.where} has no weights of model {number} ({kind})"
     if options.strict is False:

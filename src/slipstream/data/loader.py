@@ -181,7 +181,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def _kind(self) -> str:
-        """What a position counts: one of `position.KINDS`."""
+        """What a position counts: a key of `epoch_state.POSITION_KINDS`."""
         raise NotImplementedError
 
     def _length(self) -> int | None:

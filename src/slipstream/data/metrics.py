@@ -114,7 +114,7 @@ def _share_runs(loader_pass: LoaderPass, full: tuple[int, ...]) -> Iterator[_Sha
 
 
 class _ResultOrder:
-    """Of runs of batches that were dealt out alike."""
+    """The order of results of runs of batches that were shared alike."""
 
     leaf_by_leaf = True
     """Results of samples may stand beside values of the whole batch."""
@@ -127,7 +127,7 @@ class _ResultOrder:
         self.batches = sum(count for count, _, _ in runs)
         self.given = _sum_columns((count, given) for count, given, _ in runs)
         self.counting = _sum_columns((count, real) for count, _, real in runs)
-        """Of what each rank was given: how much counts."""
+        """Return how many of the samples that each rank received count."""
         self.by_rank = all(real in (0, given) for given, real in zip(self.given, self.counting, strict=True)) and not all(self.counting)
         """Whether a rank either counts whole or not at all: then one that does not is left out, whatever it brings."""
 
@@ -194,7 +194,7 @@ def _sum_columns(runs: Iterable[tuple[int, tuple[int, ...]]]) -> list[int]:
 
 
 class _CurrentResultOrder:
-    """Of the pass that ended last, or of the present batch: whichever the counts fit, leaf by leaf."""
+    """Choose, leaf by leaf, between the order of the pass that ended last and that of the present batch, by their counts."""
 
     leaf_by_leaf = True
 
@@ -286,7 +286,7 @@ class _CurrentResultOrder:
 
 
 _MAX_NOTED_ROWS = 10_000
-"""Leaves of lines, for a script that gathers structures which are another one each time."""
+"""Limit of remembered leaves by call site, for a script that gathers a different structure every time."""
 
 _UNMATCHED = (
     "gather_for_metrics: the processes brought {counts} rows of {given} samples, which cannot be matched to samples, so those of "

@@ -1,4 +1,4 @@
-"""The order of samples in an epoch, as a function of (seed, epoch): the user's sampler, iterated with generators of ours.
+"""The order of samples in an epoch, as a function of (seed, epoch): the user's sampler, iterated with our own generators.
 
 The same (seed, epoch) gives the same order on every rank and in every run, and the user's random states and generators are left as they
 were. torch's samplers of known length are listed at once. Any other sampler is drawn one global batch at a time, so that endless samplers

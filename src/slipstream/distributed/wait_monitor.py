@@ -43,7 +43,7 @@ class WaitMonitor:
         self._position = section or heartbeat.collective
         self._limits = limits
         self._patient = patient
-        soonest = 0.0 if section is None else 2 * heartbeat.PUBLISH_EVERY  # the notes of the others may be so old: they may have come
+        soonest = 0.0 if section is None else 2 * heartbeat.PUBLISH_EVERY  # a peer that has arrived may look absent for so long
         self._limit = max(soonest, limits.barrier_timeout if patient else limits.timeout)
         self._warn_at = max(soonest, limits.hang_warning) if limits.hang_warning > 0 else float("inf")
         self._suspects: dict[int, tuple[int, int]] = {}
@@ -145,8 +145,8 @@ def _is_deadlock(own: dict[str, Any], note: dict[str, Any]) -> bool:
     """Whether this rank and the one that wrote the note wait for each other in different places.
 
     A rank that has begun a collective of torch in a section that another has not entered waits for that one; if the other is in a
-    collective of ours that the first has not reached, it waits too. Both sections and collectives of torch are counted from the last
-    collective of ours, and both counts have to say so: a rank may run some of either alone.
+    collective of ours that the first has not reached, it waits too. Both counters restart at the last
+    Slipstream collective, and both must be ahead: a rank may run a section, or a torch collective, by itself.
     """
     if not note["waiting"] or note["generation"] != own["generation"]:
         return False

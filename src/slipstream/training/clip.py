@@ -30,7 +30,7 @@ class GradientClipper:
         self._clip = clip
         self._last: dict[tuple[int, ...], torch.Tensor] = {}
         self.before: Callable[[list[PreparedModel]], None] | None = None
-        """What looks at gradients before they are clipped, as one that is not finite spreads to all: see `observability/guards/`."""
+        """Called before clipping, where a gradient that is not finite would spread to all: see `observability/guards/`."""
         self.after: Callable[[torch.Tensor], None] | None = None
         """Where norms go."""
 

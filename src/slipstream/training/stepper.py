@@ -604,7 +604,7 @@ class TimedForward:
 
 
 def time_forward(model: torch.nn.Module, meter: Meter | None) -> None:
-    """Mark the passes of a model on this meter, and on no other; on none at all without one."""
+    """Record the forward passes of a model on this meter, in place of an earlier one; None stops recording."""
     # torch internals: `_compiled_call_impl` is what `nn.Module.__call__` runs instead of the hooks and `forward` (torch 2.13). Wrapping
     # `forward` would hide its signature and time the hooks apart. tests/observability/test_ledger.py notices a change; it can go when
     # torch has a hook around the whole call.
