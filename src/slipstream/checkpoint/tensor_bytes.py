@@ -229,7 +229,7 @@ def read_tensor_file(
     alone: bool = False,
     advance: Callable[[int], object] = lambda count: None,
 ) -> tuple[FileContent, str]:
-    """Read an open safetensors file of `size` bytes; gives back its tensors and its checksum. Keywords as those of `read_whole`.
+    """Return the tensors of an open safetensors file of `size` bytes, and its checksum. The keywords are those of `read_whole`.
 
     Of a file whose header is no header the bytes come back: whoever compares the checksum can say that the file is damaged, and
     `load_tensors` says of one that was written so what is wrong with it.
