@@ -250,8 +250,8 @@ def test_quantized_sizes_without_head(tmp_path):
     """Quantised sizes count linear layers but not the head."""
     decoder().save_pretrained(tmp_path)
     from_files, from_model = read_tensors(tmp_path), list_tensors(decoder())
-    linear = {part.name for part in from_model.parts if part.linear}
-    assert {part.name for part in from_files.parts if part.linear} == linear
+    linear = {tensor.name for tensor in from_model.tensors if tensor.linear}
+    assert {tensor.name for tensor in from_files.tensors if tensor.linear} == linear
     assert "lm_head.weight" not in linear
     assert len(linear) == 3 * 7
 
@@ -332,9 +332,9 @@ def test_decoder_tensors_equal_built(kind, more):
     model = decoder(kind, **more)
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     shape = parse_decoder_shape(config, 16)
-    found, built = list_decoder_tensors(config, shape).parts, list_tensors(model).parts
-    assert {part.name: (part.shape, part.dtype, part.trainable, part.linear) for part in found} == {
-        part.name: (part.shape, part.dtype, part.trainable, part.linear) for part in built
+    found, built = list_decoder_tensors(config, shape).tensors, list_tensors(model).tensors
+    assert {tensor.name: (tensor.shape, tensor.dtype, tensor.trainable, tensor.linear) for tensor in found} == {
+        tensor.name: (tensor.shape, tensor.dtype, tensor.trainable, tensor.linear) for tensor in built
     }
 
 

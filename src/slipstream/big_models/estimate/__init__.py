@@ -1,5 +1,5 @@
-"""How much memory a model takes: weights, gradients, optimizer states, activations and cache, before anything is allocated.
+"""Estimate the memory of a model before anything is allocated: weights, gradients, optimizer states, activations and KV cache.
 
-`tensors.py` has the tensors of a model and the bytes of each dtype, `formula.py` computes activations of known architectures from a
-config, `meta_model.py` builds a model without memory and measures it, `report.py` puts the figures together. No weight is loaded.
+`tensors.py` lists the tensors of a model and the bytes of each dtype, `formula.py` computes activations of known architectures from a
+config, `meta_model.py` builds a model on the meta device and measures it, `report.py` assembles the figures. No weight is loaded.
 """

@@ -1,7 +1,7 @@
 """Activations, cache and tensors of Llama-like decoders by formula, from the config alone, without torch.
 
-This is the second way to an estimate, beside `meta_model.py`, and kept because of its speed: an 8B model takes 0.2 s of CPU time, where
-building it without memory and measuring it takes 10 s (2 cores, torch 2.13) and needs transformers.
+`meta_model.py` gives the same figures for any model. The formulas are kept for their speed: an 8B model takes 0.2 s of CPU time, where
+building it on the meta device and measuring it takes 10 s (2 cores, torch 2.13) and needs transformers.
 
 The formulas hold for `llama`, `mistral`, `qwen2` and `qwen3`. What autograd keeps for one token of one layer as transformers runs it with
 scaled dot product attention, with h = hidden size, i = intermediate size, q = heads x head size, k = the same for keys, w = bytes of the
@@ -11,10 +11,10 @@ compute dtype:
     MLP           w 4 i              gate, its activation, up, their product
     two norms     24 h in float32    input, normalised, output, in 4 bytes each
                   16 h in 16 bits    the input in 4 bytes, the others in 2
-                  26 h mixed         8 for each norm, and a copy in 16 bits for each of the five linear layers behind them
+                  26 h mixed         8 for each norm, and a copy in 16 bits for each of the five linear layers after them
     norms of q, k (qwen3)            8 (q + k) in float32, 6 (q + k) otherwise
 
-Behind the layers: logits and their log-softmax, (w + 4) for each word of the vocabulary, twice 4 more while they are differentiated, and
+After the layers: logits and their log-softmax, (w + 4) for each word of the vocabulary, twice 4 more while they are differentiated, and
 the last norm. Mixed precision also keeps a 16-bit copy of every weight of a linear layer. With activation checkpointing a layer keeps its
 input alone, and one layer at a time everything. `tests/big_models/test_estimates.py` compares all this with what torch does.
 """
@@ -88,25 +88,25 @@ def parse_decoder_shape(config: Mapping[str, Any] | None, sequence_length: int) 
 
 
 def compute_cache_size(shape: DecoderShape, tokens: int, width: int) -> int:
-    """Return the bytes of keys and values of all layers for so many tokens."""
+    """Return the bytes of the keys and values of all layers for `tokens` tokens."""
     return shape.layers * 2 * shape.keys * width * tokens
 
 
 def compute_step_peak(shape: DecoderShape, tokens: int, width: int, *, mixed: bool, checkpointing: bool) -> int:
     """Return the peak of a training step beside weights and gradients; `width` is the bytes of the compute dtype."""
-    layer = _kept_by_layer(shape, width, mixed=mixed)
+    layer = _count_layer_bytes(shape, width, mixed=mixed)
     last_norm = shape.hidden * (10 if mixed else 12 if width == 4 else 8)
-    behind = (width + 4) * shape.vocabulary + last_norm
+    after_layers = (width + 4) * shape.vocabulary + last_norm
     backward = 3 * width * shape.intermediate  # gradients within one layer, on their way back
     copies = 2 * shape.linear if mixed else 0
     if not checkpointing:
-        return copies + tokens * (shape.layers * layer + max(behind + 8 * shape.vocabulary, backward))
+        return copies + tokens * (shape.layers * layer + max(after_layers + 8 * shape.vocabulary, backward))
     inputs = shape.layers * shape.hidden * (4 if mixed else width)
-    entry = copies // max(1, shape.layers)
+    layer_copies = copies // max(1, shape.layers)
     return max(
-        copies + tokens * (inputs + behind),
-        entry + tokens * (inputs + layer + backward),
-        (2 * shape.vocabulary * shape.hidden if mixed else 0) + tokens * (inputs + behind + 8 * shape.vocabulary),
+        copies + tokens * (inputs + after_layers),
+        layer_copies + tokens * (inputs + layer + backward),
+        (2 * shape.vocabulary * shape.hidden if mixed else 0) + tokens * (inputs + after_layers + 8 * shape.vocabulary),
     )
 
 
@@ -118,13 +118,13 @@ def compute_forward_peak(shape: DecoderShape, tokens: int, width: int) -> int:
     return tokens * max(mlp, attention, norm, width * (shape.vocabulary + shape.hidden))
 
 
-def _kept_by_layer(shape: DecoderShape, width: int, *, mixed: bool) -> int:
+def _count_layer_bytes(shape: DecoderShape, width: int, *, mixed: bool) -> int:
     norms = shape.hidden * (26 if mixed else 24 if width == 4 else 16)
-    of_heads = (8 if width == 4 else 6) * (shape.queries + shape.keys) if shape.normed_heads else 0
-    return width * (4 * shape.intermediate + 2 * shape.queries + 2 * shape.keys) + 4 * shape.heads + 8 + norms + of_heads
+    head_norms = (8 if width == 4 else 6) * (shape.queries + shape.keys) if shape.normed_heads else 0
+    return width * (4 * shape.intermediate + 2 * shape.queries + 2 * shape.keys) + 4 * shape.heads + 8 + norms + head_norms
 
 
-_TYPES: Final = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
+_HEADER_DTYPES: Final = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
 
 
 def list_decoder_tensors(config: Mapping[str, Any], shape: DecoderShape) -> EstimatedTensors | None:
@@ -136,33 +136,33 @@ def list_decoder_tensors(config: Mapping[str, Any], shape: DecoderShape) -> Esti
     95056
     """
     family = config["model_type"]
-    dtype = _TYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."))
+    dtype = _HEADER_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."))
     if dtype is None or config.get("auto_map") or (family != "llama" and not config.get("num_key_value_heads")):
         return None
     head = shape.queries // shape.heads
-    parts = [EstimatedTensor("model.embed_tokens.weight", (shape.vocabulary, shape.hidden), dtype)]
+    tensors = [EstimatedTensor("model.embed_tokens.weight", (shape.vocabulary, shape.hidden), dtype)]
     for number in range(shape.layers):
-        parts += _layer_tensors(f"model.layers.{number}", config, shape, head, dtype)
-    parts.append(EstimatedTensor("model.norm.weight", (shape.hidden,), dtype))
+        tensors += _layer_tensors(f"model.layers.{number}", config, shape, head, dtype)
+    tensors.append(EstimatedTensor("model.norm.weight", (shape.hidden,), dtype))
     if not config.get("tie_word_embeddings"):
-        parts.append(EstimatedTensor("lm_head.weight", (shape.vocabulary, shape.hidden), dtype))
+        tensors.append(EstimatedTensor("lm_head.weight", (shape.vocabulary, shape.hidden), dtype))
     frequencies = ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
-    return EstimatedTensors([*parts, *(EstimatedTensor(name, (head // 2,), "F32", trainable=False) for name in frequencies)])
+    return EstimatedTensors([*tensors, *(EstimatedTensor(name, (head // 2,), "F32", trainable=False) for name in frequencies)])
 
 
 def _layer_tensors(name: str, config: Mapping[str, Any], shape: DecoderShape, head: int, dtype: str) -> Iterator[EstimatedTensor]:
     family, hidden, inner = config["model_type"], shape.hidden, shape.intermediate
-    on_inputs = family == "qwen2" or (family in ("llama", "qwen3") and bool(config.get("attention_bias")))
-    on_output = family != "qwen2" and on_inputs
-    in_mlp = family == "llama" and bool(config.get("mlp_bias"))
+    qkv_bias = family == "qwen2" or (family in ("llama", "qwen3") and bool(config.get("attention_bias")))
+    output_bias = family != "qwen2" and qkv_bias
+    mlp_bias = family == "llama" and bool(config.get("mlp_bias"))
     linear = (
-        ("self_attn.q_proj", shape.queries, hidden, on_inputs),
-        ("self_attn.k_proj", shape.keys, hidden, on_inputs),
-        ("self_attn.v_proj", shape.keys, hidden, on_inputs),
-        ("self_attn.o_proj", hidden, shape.queries, on_output),
-        ("mlp.gate_proj", inner, hidden, in_mlp),
-        ("mlp.up_proj", inner, hidden, in_mlp),
-        ("mlp.down_proj", hidden, inner, in_mlp),
+        ("self_attn.q_proj", shape.queries, hidden, qkv_bias),
+        ("self_attn.k_proj", shape.keys, hidden, qkv_bias),
+        ("self_attn.v_proj", shape.keys, hidden, qkv_bias),
+        ("self_attn.o_proj", hidden, shape.queries, output_bias),
+        ("mlp.gate_proj", inner, hidden, mlp_bias),
+        ("mlp.up_proj", inner, hidden, mlp_bias),
+        ("mlp.down_proj", hidden, inner, mlp_bias),
     )
     for module, rows, columns, bias in linear:
         yield EstimatedTensor(f"{name}.{module}.weight", (rows, columns), dtype, linear=True, layer=name)

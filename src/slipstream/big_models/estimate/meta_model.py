@@ -1,9 +1,9 @@
-"""A model without memory: built on the meta device, and run on fake tensors to measure activations.
+"""Build a model on the meta device and run it on fake tensors to measure activations.
 
-It comes from an entry point in Python, a transformers config or a hub name. The measured figures are what eager PyTorch on a CPU
-allocates, but for the scratch memory inside operators; it takes seconds for models of any size, and the model is unchanged afterwards.
-The user's code runs, as it is asked for by name; code that a config brings along runs only if the user allows it. An error in it names
-the line. The network is used only for a hub name, and only after a quick test that the hub can be reached.
+The model comes from an entry point in Python, a transformers config or a hub name. The figures are what eager PyTorch allocates on a CPU,
+without the scratch memory inside operators. Measuring takes seconds for models of any size and leaves the model unchanged. Code that a
+config brings along runs only if the user allows it; an error in user code names the line. The network is used only for a hub name, and
+only after a quick test that the hub can be reached.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The arguments of a model: shapes count, values do not."""
+    """The arguments of a model; only shapes and dtypes matter."""
 
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] | None = None
@@ -68,9 +68,9 @@ class MeasuredMemory:
     kept: int
     """Bytes alive after the forward pass: what autograd keeps for the backward pass, and the outputs."""
     peak: int
-    """The most that was alive at a time."""
+    """The peak of live bytes."""
     cache: int = 0
-    """Keys and values of the tokens seen, which is not part of `peak`."""
+    """Keys and values of the tokens seen; not tensor_ of `peak`."""
 
 
 def measure(
@@ -114,7 +114,7 @@ def measure(
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that operators made, while they are alive."""
+    """Counts the bytes of live tensors that operators allocated."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,12 +122,12 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self._known: dict[int, int] = {}
 
-    def spare(self, tensor: torch.Tensor) -> None:
-        """Do not count this memory: that of weights."""
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Do not count this tensor: it is a weight."""
         self._known[tensor.untyped_storage()._cdata] = 0
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Stop counting this memory: it has become a gradient."""
+        """Stop counting this tensor: it has become a gradient."""
         key = tensor.untyped_storage()._cdata
         self.now -= self._known.get(key, 0)
         self._known[key] = 0
@@ -146,27 +146,27 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key).atexit = False
+        weakref.finalize(storage, self._release, key).atexit = False
 
-    def _gone(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         self.now -= self._known.pop(key, 0)
 
 
 def _run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator. The shape rule of grouped products refuses dtypes that the operator itself takes."""
+    """Run an operator; `_grouped_mm` in bfloat16, as its shape rule rejects other dtypes that the operator itself accepts."""
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
 
     def convert(value: Any) -> Any:
         return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    taken, options = tree_map(convert, (args, kwargs))
-    return func(*taken, **options).to(args[0].dtype)
+    converted_args, converted_kwargs = tree_map(convert, (args, kwargs))
+    return func(*converted_args, **converted_kwargs).to(args[0].dtype)
 
 
 @contextmanager
 def _fake_weights(model: torch.nn.Module, fake: FakeTensorMode, dtype: torch.dtype, live: _LiveBytes, *, training: bool) -> Iterator[None]:
-    """Replace the tensors of the model by fake ones and set its mode inside of the block; restore both afterwards."""
+    """Replace the tensors of the model with fake ones and set its training mode inside the block; restore both afterwards."""
     made: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     modes = {module: module.training for module in model.modules()}
@@ -196,8 +196,8 @@ def _fake_like(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype, l
     if isinstance(tensor, torch.nn.Parameter):
         empty = torch.nn.Parameter(empty, tensor.requires_grad)
         if tensor.requires_grad:
-            empty.register_post_accumulate_grad_hook(lambda entry: live.forget(entry.grad))  # type: ignore[no-untyped-call]
-    live.spare(empty)
+            empty.register_post_accumulate_grad_hook(lambda parameter: live.forget(parameter.grad))  # type: ignore[no-untyped-call]
+    live.exclude(empty)
     return empty
 
 
@@ -213,7 +213,7 @@ def _fake_inputs(dtype: torch.dtype) -> Callable[[Any], Any]:
 
 
 def _loss(outputs: Any) -> torch.Tensor | None:
-    """Return what is differentiated: the model's own loss, or the mean of its first output that has a gradient."""
+    """Return the tensor to differentiate: the model's own loss, or the mean of its first output that has a gradient."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -258,18 +258,19 @@ def _activation_checkpointing(model: torch.nn.Module, wanted: bool) -> Iterator[
 
 
 _CONNECT_TIMEOUT: Final = 5.0
-"""Seconds after which a network that does not answer counts as none."""
+"""Seconds after which a network that does not answer counts as offline."""
 
 _Built = tuple[torch.nn.Module, ModelInputs | None]
 
 
-# --- what a model consists of -------------------------------------------------------------------------------------------------------
+# --- tensors of a model -------------------------------------------------------------------------------------------------------------
 
 
 def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
     """Return the parameters and buffers of a model, tied ones once.
 
-    >>> [(part.name, part.linear) for part in list_tensors(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))).parts][:2]
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))
+    >>> [(tensor.name, tensor.linear) for tensor in list_tensors(model).tensors][:2]
     [('0.weight', True), ('0.bias', False)]
     """
     whole = set(getattr(model, "_no_split_modules", None) or ())
@@ -277,7 +278,7 @@ def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
     linear = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
     head = _output_head(model)
     outside = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head}
-    parts = [
+    tensors = [
         EstimatedTensor(
             name,
             tuple(tensor.shape),
@@ -288,11 +289,11 @@ def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
         )
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
-    frozen = sum(part.count for part in parts if not part.trainable and part.floating)
-    trained = sum(part.count for part in parts if part.trainable)
+    frozen = sum(tensor.count for tensor in tensors if not tensor.trainable and tensor.floating)
+    trained = sum(tensor.count for tensor in tensors if tensor.trainable)
     note = f"{frozen:,} of {frozen + trained:,} numbers are frozen: gradients and optimizer are counted for the others."
     return EstimatedTensors(
-        parts, (note,) if frozen and trained and any(not parameter.requires_grad for parameter in model.parameters()) else ()
+        tensors, (note,) if frozen and trained and any(not parameter.requires_grad for parameter in model.parameters()) else ()
     )
 
 
@@ -311,43 +312,43 @@ def _output_head(model: torch.nn.Module) -> Any:
 def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -> _Built:
     """Build the model of `package.module:name` or `file.py:name` (a function, a class or a model) on the meta device."""
     place, _, name = given.rpartition(":")
-    found: Any = _module(place, given)
+    found: Any = _import_module(place, given)
     for word in name.split("."):
         if not hasattr(found, word):
-            there = _buildable(found)
-            meant = f"Did you mean {near[0]}? " if (near := nearest(word, there)) else ""
+            names = _list_buildable(found)
+            hint = f"Did you mean {near[0]}? " if (near := nearest(word, names)) else ""
             raise ConfigError(
-                f"{given}: there is no {word} in {place}.\n{meant}Functions, classes and models in it: {', '.join(there[:8]) or 'none'}."
+                f"{given}: there is no {word} in {place}.\n{hint}Functions, classes and models in it: {', '.join(names[:8]) or 'none'}."
             )
         found = getattr(found, word)
     if not isinstance(found, torch.nn.Module):
         if not callable(found):
             raise ConfigError(f"{given} is a {type(found).__name__}, which cannot be called.\nName a function that returns a model.")
-        found = _called(found, given, {"batch_size": batch_size, "sequence_length": sequence_length or 1})
+        found = _call_entry_point(found, given, {"batch_size": batch_size, "sequence_length": sequence_length or 1})
     model, inputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
-            f"{given} returned a {type(model).__name__}, and no model.\n"
+            f"{given} returned a {type(model).__name__}, not a model.\n"
             "Return a torch.nn.Module, or a pair of one and its inputs (a dict of keywords, a tuple, or a tensor)."
         )
     if lazy := [name for name, parameter in (*model.named_parameters(), *model.named_buffers()) if is_lazy(parameter)]:
         raise ConfigError(
             f"{given} has lazy modules: {lazy[0]} has no size before the model has seen data.\n"
-            "Build it with its sizes (Linear in the place of LazyLinear), or run one batch through it before it is returned."
+            "Build it with its sizes (Linear instead of LazyLinear), or run one batch through it before returning it."
         )
     return model, _as_inputs(inputs) if inputs is not None else _guessed_inputs(model, batch_size, sequence_length)
 
 
-def _buildable(found: Any) -> list[str]:
-    """Return the names in a module, or in a class, that could be an entry point, without imported ones."""
-    there = {name: value for name, value in vars(found).items() if not name.startswith("_")}
+def _list_buildable(found: Any) -> list[str]:
+    """Return the names in a module or a class that could be an entry point, without imported ones."""
+    public = {name: value for name, value in vars(found).items() if not name.startswith("_")}
     if not isinstance(found, ModuleType):
-        return list(there)
+        return list(public)
     home = found.__name__
-    return [name for name, entry in there.items() if isinstance(entry, torch.nn.Module) or (callable(entry) and entry.__module__ == home)]
+    return [name for name, value in public.items() if isinstance(value, torch.nn.Module) or (callable(value) and value.__module__ == home)]
 
 
-def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) -> Any:
+def _call_entry_point(function: Callable[..., Any], given: str, known: Mapping[str, Any]) -> Any:
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
@@ -356,21 +357,22 @@ def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) 
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if needed := [name.name for name in names.values() if name.kind in kinds and name.default is name.empty and name.name not in keywords]:
         raise ConfigError(
-            f"{given} needs {', '.join(needed)}, and it is called with no arguments but {' and '.join(known)}, if it has them.\n"
-            "Give the others default values, or name a function that needs none."
+            f"{given} needs {', '.join(needed)}, but it is called with {' and '.join(known)} only, if it accepts them.\n"
+            "Give the others default values, or name a function that needs no others."
         )
     try:
         with waiting(f"calling {given}"):
-            return _without_memory(lambda: function(**keywords))
+            return _build_on_meta(lambda: function(**keywords))
     except SystemExit as error:
         raise SlipstreamError(f"{given} ended with sys.exit({error.code!r}){_user_line(error)}.\nLet it return a model.") from error
     except Exception as error:
-        said = f"It is called on the meta device, with {keywords or 'no arguments'}."
-        raise ConfigError(f"{given} raised {_describe_error(error)}.\n{said}") from error
+        raise ConfigError(
+            f"{given} raised {_describe_error(error)}.\nIt is called on the meta device, with {keywords or 'no arguments'}."
+        ) from error
 
 
-def _without_memory(make: Callable[[], Any]) -> Any:
-    """Call a function on the meta device; if it needs values, with only parameters on the meta device."""
+def _build_on_meta(make: Callable[[], Any]) -> Any:
+    """Call a function on the meta device; if it needs values of buffers, with only parameters on the meta device."""
     try:
         with torch.device("meta"):
             return make()
@@ -379,7 +381,7 @@ def _without_memory(make: Callable[[], Any]) -> Any:
             return make()
 
 
-def _module(place: str, given: str) -> ModuleType:
+def _import_module(place: str, given: str) -> ModuleType:
     path = Path(place).expanduser()
     if place.endswith(".py") and not path.is_file():
         raise ConfigError(f"{given}: there is no file {place}.\nWrite path/to/file.py:function, or package.module:function.")
@@ -389,7 +391,7 @@ def _module(place: str, given: str) -> ModuleType:
                 return importlib.import_module(place)
             spec = importlib.util.spec_from_file_location(path.stem, path)
             if spec is None or spec.loader is None:
-                raise ConfigError(f"{given}: {place} is no Python file.\nWrite path/to/file.py:function.")
+                raise ConfigError(f"{given}: {place} is not a Python file.\nWrite path/to/file.py:function.")
             module = importlib.util.module_from_spec(spec)
             sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
             spec.loader.exec_module(module)
@@ -397,7 +399,7 @@ def _module(place: str, given: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if path.is_file() or not f"{place}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{given}: {place} cannot be imported: it needs {error.name}, which is not here{_user_line(error)}.\n"
+                f"{given}: {place} cannot be imported: it needs {error.name}, which is not installed{_user_line(error)}.\n"
                 "Install it, or run this where it can be imported."
             ) from error
         raise ConfigError(f"{given}: {error}.\nWrite package.module:function as it is imported here, or a path ending in .py.") from error
@@ -417,7 +419,7 @@ def _importable(folder: str) -> Iterator[None]:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return what was raised, and in which line of the user's code."""
+    """Return the type and message of an error, and the line of the user's code that raised it."""
     lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'without a message'}{_user_line(error)}"
 
@@ -435,7 +437,7 @@ def _user_line(error: BaseException) -> str:
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-# --- what it is called with ---------------------------------------------------------------------------------------------------------
+# --- inputs of a model --------------------------------------------------------------------------------------------------------------
 
 
 def _as_inputs(inputs: Any) -> ModelInputs:
@@ -487,18 +489,18 @@ def _inputs_for_transformers(model: Any, batch_size: int, sequence_length: int) 
 
 def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence_length: int, *, trust_remote_code: bool) -> _Built:
     """Build the model of a transformers config; `path` is the file, or the folder around it."""
-    _refuse_foreign_code(config, str(path), trust_remote_code)
+    _check_remote_code(config, str(path), trust_remote_code)
     if "model_type" not in config:
-        kind = "diffusers" if "_class_name" in config else "another library"
+        library = "diffusers" if "_class_name" in config else "another library"
         raise ConfigError(
-            f"{path} has no model_type, so it is no config of transformers, but one of {kind}.\n"
+            f"{path} has no model_type, so it is not a transformers config, but one of {library}.\n"
             "Give a Python entry point that builds the model: package.module:function."
         )
     transformers = _transformers(str(path))
     try:
         with silence_libraries(), waiting(f"building the model of {path} (this can take a while)"):
             read = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
-            model = _built(transformers, read, trust_remote_code)
+            model = _build_from_config(transformers, read, trust_remote_code)
     except ConfigError:
         raise
     except Exception as error:
@@ -510,18 +512,18 @@ def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence
 
 
 def _suspicious_fields(config: Mapping[str, Any]) -> str:
-    """Return the fields of a config that may be the reason."""
+    """Return the fields of a config that may have caused the error."""
     words = ("size", "heads", "layers", "dim", "positions", "embeddings")
     sizes = {name: value for name, value in config.items() if name.rpartition("_")[2] in words and value is not None}
     odd = [f"{name} is {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value <= 0]
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not odd and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
-        odd = [f"hidden_size, {hidden}, is no multiple of num_attention_heads, {heads}"]
+        odd = [f"hidden_size, {hidden}, is not a multiple of num_attention_heads, {heads}"]
     return f"\nIn it {', '.join(odd)}." if odd else ""
 
 
-def _refuse_foreign_code(config: Mapping[str, Any], where: str, allowed: bool) -> None:
-    """Refuse a config that brings code along, unless that is allowed."""
+def _check_remote_code(config: Mapping[str, Any], where: str, allowed: bool) -> None:
+    """Raise if a config brings code along and the user has not allowed it."""
     if config.get("auto_map") and not allowed:
         raise ConfigError(
             f"{where} asks for code that comes with the model ({', '.join(map(str, dict(config['auto_map']).values()))}).\n"
@@ -529,9 +531,9 @@ def _refuse_foreign_code(config: Mapping[str, Any], where: str, allowed: bool) -
         )
 
 
-def _built(transformers: Any, config: Any, trust_remote_code: bool) -> torch.nn.Module:
+def _build_from_config(transformers: Any, config: Any, trust_remote_code: bool) -> torch.nn.Module:
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # sizes are those of the plain model; kernels for packed weights need their hardware
+        del config.quantization_config  # measure the unquantized model: kernels for packed weights need their hardware
     names = list(getattr(config, "architectures", None) or ())
     kind = getattr(transformers, names[0], None) if names else None
     foreign = [name for name in (getattr(config, "auto_map", None) or {}) if name.startswith("AutoModel")]
@@ -541,7 +543,7 @@ def _built(transformers: Any, config: Any, trust_remote_code: bool) -> torch.nn.
             return getattr(transformers, foreign[0]).from_config(config, trust_remote_code=trust_remote_code)
         return transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)
 
-    return _without_memory(make)  # type: ignore[no-any-return]
+    return _build_on_meta(make)  # type: ignore[no-any-return]
 
 
 def _transformers(where: str) -> Any:
@@ -556,17 +558,17 @@ def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: M
         config = _fetched(transformers, name, trust_remote_code, local_files_only=True)
     except OSError:
         if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-            raise ConfigError(f"{missing} is not in the cache, and HF_HUB_OFFLINE says not to ask the network.") from None
+            raise ConfigError(f"{missing} is not in the cache, and HF_HUB_OFFLINE forbids using the network.") from None
         if not _hub_reachable(environ):
             raise ConfigError(f"{missing} is not in the cache, and the hub cannot be reached: this machine is offline.") from None
         try:
             config = _fetched(transformers, name, trust_remote_code, local_files_only=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{missing} cannot be fetched: {str(error).strip().splitlines()[0]}") from error
-    _refuse_foreign_code(vars(config), name, trust_remote_code)
+    _check_remote_code(vars(config), name, trust_remote_code)
     try:
         with silence_libraries(), waiting(f"building the model {name} (this can take a while)"):
-            model = _built(transformers, config, trust_remote_code)
+            model = _build_from_config(transformers, config, trust_remote_code)
     except Exception as error:
         raise ConfigError(f"{name}: transformers {transformers.__version__} cannot build it: {_describe_error(error)}.") from error
     return model, _guessed_inputs(model, batch_size, sequence_length)
@@ -598,10 +600,10 @@ def _hub_reachable(environ: Mapping[str, str]) -> bool:
 
 @contextmanager
 def plain_transformers_paths() -> Iterator[None]:
-    """Make transformers run as on real tensors of one sequence each inside of the block.
+    """Make transformers assume one sequence per row inside the block.
 
-    It looks at the values of positions to see whether several sequences are packed in one row, and cannot on fake tensors; it would then
-    make masks that a real run does not have.
+    It reads the values of positions to detect packed sequences, which fake tensors do not have, and would then create masks that a real
+    run does not have.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     before = getattr(masking, "find_packed_sequence_indices", None)

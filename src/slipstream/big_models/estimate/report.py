@@ -1,8 +1,8 @@
-"""The estimate of a model's memory, for each dtype and each way to train: weights, gradients, optimizer states, activations and cache.
+"""The estimate of a model's memory, for each dtype and training mode: weights, gradients, optimizer states, activations and cache.
 
-A folder of weights with a config of a known architecture is answered without torch: sizes from headers, activations by formula. Anything
-else is built on the meta device and measured. Inference: weights + cache + activations. Training: weights + gradients + optimizer +
-activations, with all gradients present at the peak of activations, as they are under accumulation.
+A folder of weights with a config of a known architecture needs no torch: sizes come from headers, activations from formulas. Anything
+else is built on the meta device and measured. Inference is weights + cache + activations. Training is weights + gradients + optimizer +
+activations; all gradients are counted at the peak of activations, as with gradient accumulation.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from slipstream.big_models.estimate import formula, tensors
-from slipstream.big_models.estimate.formula import list_decoder_tensors
+from slipstream.big_models.estimate import formula
 from slipstream.big_models.estimate.tensors import (
     OPTIMIZERS,
     WEIGHT_DTYPES,
     EstimatedTensors,
     TrainingMode,
     WeightDtype,
+    has_weights,
     list_training_modes,
+    read_config,
+    read_tensors,
 )
 from slipstream.devices.memory import available_memory
 from slipstream.devices.table import CPU, FAMILIES
@@ -55,7 +57,7 @@ class EstimateOptions(NamedTuple):
 
 
 class InferenceMemory(NamedTuple):
-    """Bytes to run a model; None: not known."""
+    """Bytes to run a model; None means unknown."""
 
     dtype: str
     largest_layer: int
@@ -66,7 +68,7 @@ class InferenceMemory(NamedTuple):
 
 
 class TrainingMemory(NamedTuple):
-    """Bytes to train a model; None: not known."""
+    """Bytes to train a model; None means unknown."""
 
     precision: str
     largest_layer: int
@@ -82,7 +84,7 @@ class Estimate(NamedTuple):
 
     model: str
     kind: str
-    """What it was taken for."""
+    """How `model` was read: "folder", "config", "weights", "entry point" or "hub"."""
     parameters: int
     tensors: int
     stored: Mapping[str, int]
@@ -102,34 +104,34 @@ class Estimate(NamedTuple):
 
 
 class _EstimatedModel(NamedTuple):
-    """What the user named: its tensors, and what activations are computed from."""
+    """The model that the user named: its tensors, and the inputs from which activations are computed."""
 
     kind: str
-    parts: EstimatedTensors
+    tensors: EstimatedTensors
     config: Mapping[str, Any] | None = None
     model: torch.nn.Module | None = None
     inputs: ModelInputs | None = None
     length: int | None = None
-    why_not: str = ""
+    unknown_reason: str = ""
     """Why activations are not known."""
 
 
-def estimate(given: str, settings: EstimateOptions, environ: Mapping[str, str]) -> Estimate:
-    """Return the figures for what `given` names: a folder, a config, weights, an entry point, or a name on the hub."""
-    subject = _find_model(given, settings, environ)
+def estimate(name: str, settings: EstimateOptions, environ: Mapping[str, str]) -> Estimate:
+    """Return the figures for a model: `name` is a folder, a config, weights, an entry point, or a name on the hub."""
+    subject = _find_model(name, settings, environ)
     activations = _Activations(subject, settings)
-    inference = tuple(_inference(subject.parts, kind, activations) for kind in settings.dtypes) if settings.inference else ()
-    ways = [way for kind in settings.dtypes for way in list_training_modes(kind)] if settings.training else []
-    training = tuple(_training(subject.parts, way, settings.optimizer, activations) for way in ways)
+    inference = tuple(_inference(subject.tensors, kind, activations) for kind in settings.dtypes) if settings.inference else ()
+    modes = [mode for kind in settings.dtypes for mode in list_training_modes(kind)] if settings.training else []
+    training = tuple(_training(subject.tensors, mode, settings.optimizer, activations) for mode in modes)
     widest = max(settings.dtypes, key=lambda kind: kind.bits)
-    notes = [*subject.parts.notes, *activations.notes, *_notes(settings, bool(training))]
+    notes = [*subject.tensors.notes, *activations.notes, *_notes(settings, bool(training))]
     return Estimate(
-        given,
+        name,
         subject.kind,
-        subject.parts.count,
-        len(subject.parts.parts),
-        subject.parts.stored,
-        subject.parts.largest_layer(widest)[0],
+        subject.tensors.count,
+        len(subject.tensors.tensors),
+        subject.tensors.stored,
+        subject.tensors.largest_layer(widest)[0],
         settings.batch_size,
         subject.length,
         settings.optimizer,
@@ -144,7 +146,7 @@ def _notes(settings: EstimateOptions, trains: bool) -> list[str]:
     notes = []
     quantised = [kind.name for kind in settings.dtypes if kind.scales]
     if settings.training and quantised:
-        notes.append(f"Weights in {' or '.join(quantised)} have no gradients: train adapters on top of them, or in another type.")
+        notes.append(f"Weights in {' or '.join(quantised)} have no gradients: train adapters on top of them, or use a different type.")
     if trains and any(kind.bits == 16 for kind in settings.dtypes):
         notes.append(
             "mixed: weights, gradients and optimizer in float32, computing in 16 bits, as mixed_precision does; pure: all in 16 bits."
@@ -168,21 +170,21 @@ def measure_free_memory(environ: Mapping[str, str]) -> dict[str, int]:
     return {**found, CPU.type: available_memory(CPU.type) or 0}
 
 
-def _inference(parts: EstimatedTensors, kind: WeightDtype, activations: _Activations) -> InferenceMemory:
-    weights = parts.size(kind)
+def _inference(tensors: EstimatedTensors, kind: WeightDtype, activations: _Activations) -> InferenceMemory:
+    weights = tensors.size(kind)
     cache, peak = activations.forward(kind)
-    return InferenceMemory(kind.name, parts.largest_layer(kind)[1], weights, cache, peak, weights + (cache or 0) + (peak or 0))
+    return InferenceMemory(kind.name, tensors.largest_layer(kind)[1], weights, cache, peak, weights + (cache or 0) + (peak or 0))
 
 
-def _training(parts: EstimatedTensors, way: TrainingMode, optimizer: str, activations: _Activations) -> TrainingMemory:
-    kind = WEIGHT_DTYPES[way.weights]
+def _training(tensors: EstimatedTensors, mode: TrainingMode, optimizer: str, activations: _Activations) -> TrainingMemory:
+    kind = WEIGHT_DTYPES[mode.weights]
     width = kind.bits // 8
-    weights = parts.size(kind)
-    gradients = sum(part.count * width for part in parts.trained)
-    states = sum(OPTIMIZERS[optimizer](part.shape, width) for part in parts.trained)
-    peak = activations.step(way)
+    weights = tensors.size(kind)
+    gradients = sum(part.count * width for part in tensors.trained)
+    states = sum(OPTIMIZERS[optimizer](part.shape, width) for part in tensors.trained)
+    peak = activations.step(mode)
     total = weights + gradients + states + (peak or 0)
-    return TrainingMemory(way.name, parts.largest_layer(kind)[1], weights, gradients, states, peak, total)
+    return TrainingMemory(mode.name, tensors.largest_layer(kind)[1], weights, gradients, states, peak, total)
 
 
 class _Activations:
@@ -198,7 +200,7 @@ class _Activations:
         if self._shape is not None:
             self.notes.append("Activations and cache are computed by formula; --measure runs the model on shapes instead.")
         elif subject.inputs is None:
-            self.notes.append(f"Activations are not counted: {subject.why_not}")
+            self.notes.append(f"Activations are not counted: {subject.unknown_reason}")
 
     def forward(self, kind: WeightDtype) -> tuple[int | None, int | None]:
         """Return cache and peak of a forward pass."""
@@ -209,20 +211,20 @@ class _Activations:
         found = self._run(kind.computes, autocast=False, training=False)
         return (None, None) if found is None else (found.cache, found.peak)
 
-    def step(self, way: TrainingMode) -> int | None:
+    def step(self, mode: TrainingMode) -> int | None:
         """Return the peak of a training step."""
         checkpointing = self._settings.gradient_checkpointing
         if self._shape is not None:
-            width = WEIGHT_DTYPES[way.computes].bits // 8
-            return formula.compute_step_peak(self._shape, self._tokens, width, mixed=way.mixed, checkpointing=checkpointing)
-        found = self._run(way.computes, autocast=way.mixed, training=True)
+            width = WEIGHT_DTYPES[mode.computes].bits // 8
+            return formula.compute_step_peak(self._shape, self._tokens, width, mixed=mode.mixed, checkpointing=checkpointing)
+        found = self._run(mode.computes, autocast=mode.mixed, training=True)
         return None if found is None else found.peak
 
     def _run(self, dtype: str, *, autocast: bool, training: bool) -> MeasuredMemory | None:
         model, inputs = self._subject.model, self._subject.inputs
         if model is None or inputs is None:
             return None
-        dtype = "bfloat16" if dtype == "float16" else dtype  # of the same size, and every operator has it
+        dtype = "bfloat16" if dtype == "float16" else dtype  # of the same size, and supported by every operator
         key = (dtype, autocast, training)
         if key not in self._measured:
             self._measured[key] = self._measure(model, inputs, dtype, autocast=autocast, training=training)
@@ -240,90 +242,88 @@ class _Activations:
         try:
             with plain_transformers_paths(), waiting(what):
                 return measure(model, inputs, dtype=getattr(torch, dtype), **options)
-        except Exception as error:  # code of the model, which may need values that there are none of
+        except Exception as error:  # code of the model, which may need values that fake tensors do not have
             lines = str(error).strip().splitlines() or ["without a message"]
             raised = f"{type(error).__name__}: {lines[0]}"
             self.notes.append(f"Activations could not be measured in {dtype}, and are not counted: the model raised {raised}")
             return None
 
 
-# --- what the user named ------------------------------------------------------------------------------------------------------------
+# --- finding the model --------------------------------------------------------------------------------------------------------------
 
 
-def _find_model(given: str, settings: EstimateOptions, environ: Mapping[str, str]) -> _EstimatedModel:
-    path = Path(given).expanduser()
+def _find_model(name: str, settings: EstimateOptions, environ: Mapping[str, str]) -> _EstimatedModel:
+    path = Path(name).expanduser()
     if path.is_dir():
         return _from_folder(path, settings)
     if path.is_file():
         return _from_file(path, settings)
-    if _ENTRY_POINT.fullmatch(given) and "://" not in given:
+    if _ENTRY_POINT.fullmatch(name) and "://" not in name:
         from slipstream.big_models.estimate.meta_model import from_entry_point, list_tensors
 
-        model, inputs = from_entry_point(given, settings.batch_size, settings.sequence_length)
-        why = "what the model is called with is not known. Let the entry point return a pair (model, inputs)."
-        return _EstimatedModel("entry point", list_tensors(model), model=model, inputs=inputs, length=settings.sequence_length, why_not=why)
-    if not _HUB_NAME.fullmatch(given) or given.startswith(".") or given.endswith((".json", ".py", ".safetensors", ".bin")):
-        there = sorted(file.name for file in path.parent.iterdir())[:8] if path.parent.is_dir() else []
-        near = f" In {path.parent} there are: {', '.join(there)}." if there else ""
+        model, inputs = from_entry_point(name, settings.batch_size, settings.sequence_length)
+        reason = "the inputs of the model are unknown. Let the entry point return a pair (model, inputs)."
+        return _EstimatedModel("entry point", list_tensors(model), None, model, inputs, settings.sequence_length, reason)
+    if not _HUB_NAME.fullmatch(name) or name.startswith(".") or name.endswith((".json", ".py", ".safetensors", ".bin")):
+        present = sorted(file.name for file in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        near = f" In {path.parent} there are: {', '.join(present)}." if present else ""
         raise ConfigError(
-            f"There is nothing at {given}.{near}\n"
+            f"There is nothing at {name}.{near}\n"
             "Give a folder, a config.json, a file of weights, or an entry point such as package.module:function."
         )
     from slipstream.big_models.estimate.meta_model import from_hub, list_tensors
 
     length = settings.sequence_length or _DEFAULT_LENGTH
-    model, inputs = from_hub(given, settings.batch_size, length, environ, trust_remote_code=settings.trust_remote_code)
-    return _EstimatedModel("hub", list_tensors(model), model=model, inputs=inputs, length=length, why_not="its inputs are not known.")
+    model, inputs = from_hub(name, settings.batch_size, length, environ, trust_remote_code=settings.trust_remote_code)
+    return _EstimatedModel("hub", list_tensors(model), model=model, inputs=inputs, length=length, unknown_reason="its inputs are unknown.")
 
 
 def _from_folder(path: Path, settings: EstimateOptions) -> _EstimatedModel:
-    config = tensors.read_config(path / "config.json") if (path / "config.json").is_file() else None
-    if not tensors.has_weights(path):
+    config = read_config(path / "config.json") if (path / "config.json").is_file() else None
+    if not has_weights(path):
         if config is None:
-            there = sorted(file.name for file in path.iterdir())[:8]
+            present = sorted(file.name for file in path.iterdir())[:8]
             raise ConfigError(
-                f"{path} holds neither a config.json nor weights; it holds {', '.join(there) or 'nothing'}.\n"
+                f"{path} holds neither a config.json nor weights; it holds {', '.join(present) or 'nothing'}.\n"
                 "Give the folder of a model: with a config.json, model.safetensors, an index, or a checkpoint."
             )
         return _from_described_config(config, path, settings, None, "config")
-    parts = tensors.read_tensors(path, config)
+    tensors = read_tensors(path, config)
     if config is None:
         why = f"{path} has no config.json. Give an entry point that builds the model."
-        return _EstimatedModel("weights", parts, length=settings.sequence_length, why_not=why)
-    return _from_described_config(config, path, settings, parts, "folder")
+        return _EstimatedModel("weights", tensors, length=settings.sequence_length, unknown_reason=why)
+    return _from_described_config(config, path, settings, tensors, "folder")
 
 
 def _from_file(path: Path, settings: EstimateOptions) -> _EstimatedModel:
     if path.suffix == ".py":
-        raise ConfigError(f"{path} is a Python file.\nSay what in it builds the model: {path}:function")
+        raise ConfigError(f"{path} is a Python file.\nName the function that builds the model: {path}:function")
     if path.suffix == ".json" and not path.name.endswith(".index.json"):
-        return _from_described_config(tensors.read_config(path), path, settings, None, "config")
+        return _from_described_config(read_config(path), path, settings, None, "config")
     why = "a file of weights does not say how they are used. Give the folder with its config.json, or an entry point."
-    return _EstimatedModel("weights", tensors.read_tensors(path), length=settings.sequence_length, why_not=why)
+    return _EstimatedModel("weights", read_tensors(path), length=settings.sequence_length, unknown_reason=why)
 
 
 def _from_described_config(
-    config: Mapping[str, Any], path: Path, settings: EstimateOptions, parts: EstimatedTensors | None, kind: str
+    config: Mapping[str, Any], path: Path, settings: EstimateOptions, tensors: EstimatedTensors | None, kind: str
 ) -> _EstimatedModel:
-    """Return a model with a config: by formula where one is known, else built."""
-    length = _length(config, settings.sequence_length)
+    """Return a model with a config: by formula if there is one, else built on the meta device."""
+    length = _choose_length(config, settings.sequence_length)
     if not settings.measure and (shape := formula.parse_decoder_shape(config, length)) is not None:
-        known = parts if parts is not None else list_decoder_tensors(config, shape)
-        if known is not None:
-            return _EstimatedModel(kind, known, config, length=length)
+        listed = tensors if tensors is not None else formula.list_decoder_tensors(config, shape)
+        if listed is not None:
+            return _EstimatedModel(kind, listed, config, length=length)
     from slipstream.big_models.estimate.meta_model import from_config, list_tensors
 
     try:
         model, inputs = from_config(config, path, settings.batch_size, length, trust_remote_code=settings.trust_remote_code)
     except ConfigError as error:
-        if parts is None or settings.measure:
+        if tensors is None or settings.measure:
             raise
-        return _EstimatedModel(kind, parts, config, length=length, why_not=" ".join(str(error).split("\n")))
-    return _EstimatedModel(
-        kind, parts or list_tensors(model), config, model, inputs, length, "what this model is called with is not known here."
-    )
+        return _EstimatedModel(kind, tensors, config, length=length, unknown_reason=" ".join(str(error).split("\n")))
+    return _EstimatedModel(kind, tensors or list_tensors(model), config, model, inputs, length, "the inputs of this model are unknown.")
 
 
-def _length(config: Mapping[str, Any], given: int | None) -> int:
+def _choose_length(config: Mapping[str, Any], given: int | None) -> int:
     most = config.get("max_position_embeddings") or config.get("n_positions")
     return given or (min(_DEFAULT_LENGTH, most) if isinstance(most, int) and most > 0 else _DEFAULT_LENGTH)

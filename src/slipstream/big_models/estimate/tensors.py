@@ -1,9 +1,8 @@
 """The tensors of a model with name, shape and dtype, read from file headers, and what they take in each dtype and with each optimizer.
 
-A weights file of many gigabytes is answered from its first kilobytes: safetensors files and our checkpoints are read without torch; files
-of `torch.save` and sharded checkpoints go through the readers of `checkpoint/`. No weight is read, and nothing in a file is run. Three
-ways to train are told apart: `float32`, `mixed` (weights, gradients and states in 32 bits, activations in 16) and `pure` (all in 16
-bits). Nothing here imports torch at import time.
+Only the headers of weights files are read, no weights, and nothing in a file is executed. Safetensors files and our checkpoints need no
+torch; files of `torch.save` and sharded checkpoints go through the readers of `checkpoint/`. There are three training modes: `float32`,
+`mixed` (weights, gradients and states in 32 bits, activations in 16) and `pure` (all in 16 bits). Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ GROUP_SIZE: Final = 128
 
 @dataclass(frozen=True)
 class WeightDtype:
-    """A type of weights."""
+    """A dtype of weights."""
 
     name: str
     bits: int
     computes: str
-    """The type of activations."""
+    """The dtype of activations."""
     scales: int = 0
-    """Bytes of scales (and zero points) for each group; for each row if they are not grouped. Quantised types alone have them."""
+    """Bytes of scales (and zero points) for each group, or for each row if they are not grouped; 0 unless quantized."""
     grouped: bool = False
 
 
@@ -56,9 +55,9 @@ WEIGHT_DTYPES: Final[Mapping[str, WeightDtype]] = MappingProxyType(
         "int4": WeightDtype("int4", 4, "bfloat16", scales=4, grouped=True),
     }
 )
-"""In int8 and int4 the weights of linear layers are stored in so many bits, and the rest in 16."""
+"""In int8 and int4 only the weights of linear layers are stored in 8 or 4 bits; all others are stored in 16."""
 
-_OTHER_NAMES: Final = MappingProxyType(
+_ALIASES: Final = MappingProxyType(
     {"fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16"}
 )
 
@@ -69,17 +68,17 @@ def parse_weight_dtype(name: str) -> WeightDtype:
     >>> parse_weight_dtype("bf16").name
     'bfloat16'
     """
-    known = _OTHER_NAMES.get(name.lower(), name.lower())
+    known = _ALIASES.get(name.lower(), name.lower())
     if known not in WEIGHT_DTYPES:
         near = nearest(name, WEIGHT_DTYPES)
         hint = f"Did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"--dtypes {name}: there is no such type here.\n{hint}Write one or more of {', '.join(WEIGHT_DTYPES)}.")
+        raise ConfigError(f"--dtypes {name}: unknown type.\n{hint}Write one or more of {', '.join(WEIGHT_DTYPES)}.")
     return WEIGHT_DTYPES[known]
 
 
 @dataclass(frozen=True)
 class TrainingMode:
-    """A way to train: `weights` is the type of weights, gradients and states, `computes` that of activations."""
+    """A training mode: `weights` is the dtype of weights, gradients and optimizer states, `computes` that of activations."""
 
     name: str
     weights: str
@@ -87,14 +86,14 @@ class TrainingMode:
 
     @property
     def mixed(self) -> bool:
-        """Whether copies of weights are made to compute with."""
+        """Whether autocast makes 16-bit copies of the weights."""
         return self.weights != self.computes
 
 
 def list_training_modes(kind: WeightDtype) -> Sequence[TrainingMode]:
-    """Return the ways to train in a dtype; none for dtypes without gradients.
+    """Return the training modes of a dtype; none for dtypes without gradients.
 
-    >>> [way.name for way in list_training_modes(WEIGHT_DTYPES["bfloat16"])]
+    >>> [mode.name for mode in list_training_modes(WEIGHT_DTYPES["bfloat16"])]
     ['bfloat16 mixed', 'bfloat16 pure']
     """
     if kind.scales:
@@ -128,22 +127,21 @@ OPTIMIZERS: Final[Mapping[str, Callable[[Sequence[int], int], int]]] = MappingPr
         "none": lambda shape, width: 0,
     }
 )
-"""Bytes of an optimizer's states for one tensor, by its shape and the bytes of one of its numbers."""
-
+"""Bytes of an optimizer's states for one tensor, from its shape and the bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatedTensor:
-    """One tensor; `dtype` is the name that a safetensors header would give its type."""
+    """One tensor; `dtype` is its name in a safetensors header."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = True
     linear: bool = False
-    """The weight of a linear layer, which quantising replaces."""
+    """Whether it is the weight of a linear layer, which quantization replaces."""
     layer: str | None = None
-    """Where it is known better than by its name."""
+    """The layer it belongs to, if its name does not say so."""
 
     @property
     def count(self) -> int:
@@ -152,12 +150,12 @@ class EstimatedTensor:
 
     @property
     def stored(self) -> int:
-        """Bytes as it is."""
+        """Bytes in the stored dtype."""
         return self.count * ITEM_SIZE[self.dtype]
 
     @property
     def floating(self) -> bool:
-        """Whether it takes on the type that a model is converted to; what is packed already does not."""
+        """Whether converting the model to a dtype converts it; tensors that are packed already are not."""
         return self.dtype.startswith(("F", "BF")) and not self.dtype.startswith("F8_")
 
     def size(self, kind: WeightDtype) -> int:
@@ -181,30 +179,30 @@ class EstimatedTensor:
 class EstimatedTensors:
     """All tensors of a model."""
 
-    parts: Sequence[EstimatedTensor]
+    tensors: Sequence[EstimatedTensor]
     notes: tuple[str, ...] = field(default=())
 
     def size(self, kind: WeightDtype) -> int:
         """Return the bytes of all weights and buffers."""
-        return sum(part.size(kind) for part in self.parts)
+        return sum(tensor.size(kind) for tensor in self.tensors)
 
     @property
     def count(self) -> int:
         """Elements of all floating point tensors."""
-        return sum(part.count for part in self.parts if part.floating)
+        return sum(tensor.count for tensor in self.tensors if tensor.floating)
 
     @property
     def stored(self) -> dict[str, int]:
-        """Bytes as they are, by type; the type with most of them first."""
+        """Bytes by stored dtype, the largest first."""
         found: dict[str, int] = {}
-        for part in self.parts:
-            found[part.dtype] = found.get(part.dtype, 0) + part.stored
+        for tensor in self.tensors:
+            found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.stored
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
     def trained(self) -> list[EstimatedTensor]:
-        """Those that have gradients."""
-        return [part for part in self.parts if part.trainable and part.floating]
+        """The tensors that have gradients."""
+        return [tensor for tensor in self.tensors if tensor.trainable and tensor.floating]
 
     def largest_layer(self, kind: WeightDtype) -> tuple[str, int]:
         """Return name and bytes of the largest layer.
@@ -214,9 +212,9 @@ class EstimatedTensors:
         ('layers.0', 128)
         """
         sizes: dict[str, int] = {}
-        for part in self.parts:
-            layer = find_layer(part.name) if part.layer is None else part.layer
-            sizes[layer] = sizes.get(layer, 0) + part.size(kind)
+        for tensor in self.tensors:
+            layer = find_layer(tensor.name) if tensor.layer is None else tensor.layer
+            sizes[layer] = sizes.get(layer, 0) + tensor.size(kind)
         return max(sizes.items(), key=lambda item: item[1], default=("", 0))
 
 
@@ -257,12 +255,12 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the mapping in a config file."""
     try:
         if path.stat().st_size > _LARGEST_CONFIG:
-            raise CheckpointError(f"{path} is larger than {_LARGEST_CONFIG:,} bytes, and so no config. Give the config.json of a model.")
+            raise CheckpointError(f"{path} is larger than a config ({_LARGEST_CONFIG:,} bytes at most). Give the config.json of a model.")
         content = strict_json.parse(path.read_bytes(), str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no mapping. Give the config.json of a model.")
+        raise CheckpointError(f"{path} does not contain a mapping. Give the config.json of a model.")
     return content
 
 
@@ -274,7 +272,7 @@ def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> Estimat
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder, "model.safetensors")
     ...     _ = file.write_bytes(plan_layout([("up.weight", "BF16", (4, 8))])[0] + bytes(64))
-    ...     read_tensors(Path(folder)).parts
+    ...     read_tensors(Path(folder)).tensors
     [EstimatedTensor(name='up.weight', shape=(4, 8), dtype='BF16', trainable=True, linear=True, layer=None)]
     """
     layouts = _layouts(path)
@@ -287,11 +285,11 @@ def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> Estimat
             for entry in layout.entries.values()
             if names is None or entry.name in names
         ]
-    parts = list({part.name: part for part in found}.values())
-    kept, notes = _tied_once(parts, config or {})
-    packed = sum(not part.floating for part in kept)
+    tensors = list({tensor.name: tensor for tensor in found}.values())
+    kept, notes = _drop_tied_head(tensors, config or {})
+    packed = sum(not tensor.floating for tensor in kept)
     if packed:
-        notes.append(f"{packed:,} tensors are no plain floating point numbers and are counted as they are stored, whatever the type.")
+        notes.append(f"{packed:,} tensors are not plain floating point numbers and are counted as they are stored, in every type.")
     return EstimatedTensors(kept, tuple(notes))
 
 
@@ -303,7 +301,7 @@ def _make_tensor(name: str, shape: tuple[int, ...], dtype: str) -> EstimatedTens
 
 
 def _layouts(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] | None:
-    """Return layouts of safetensors files, and which of their names count; None for weights of another format."""
+    """Return the layouts of safetensors files, each with the names to count (None for all); None for weights in another format."""
     if path.is_file():
         if path.name.endswith(".index.json"):
             return _read_index(path)
@@ -328,7 +326,7 @@ def _read_index(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] |
     content = strict_json.parse(path.read_bytes(), str(path))
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) and file.endswith(".safetensors") for file in places.values()):
-        return None  # the readers of `checkpoint/` know what it is, or what is wrong with it
+        return None  # the readers of `checkpoint/` read it, or say what is wrong with it
     names: dict[str, set[str]] = {}
     for name, file in places.items():
         names.setdefault(check_name(file, str(path)), set()).add(name)
@@ -354,21 +352,21 @@ def _read_with_torch(path: Path) -> list[EstimatedTensor]:
 
     source = find_weights(path)
     seen: set[Any] = set()
-    parts = []
+    tensors = []
     for name in source.files:
         file = source.open(name, verify=False)
         for key, tensor in (file.forms or file.tensors).items():
             if (memory := memory_identity(tensor)) not in seen:  # the other names of a tied weight are the same memory
                 seen.add(memory)
-                parts.append(_make_tensor(key, tuple(tensor.shape), DTYPES.get(tensor.dtype, "U8")))
-    return parts
+                tensors.append(_make_tensor(key, tuple(tensor.shape), DTYPES.get(tensor.dtype, "U8")))
+    return tensors
 
 
-def _tied_once(parts: Sequence[EstimatedTensor], config: Mapping[str, Any]) -> tuple[list[EstimatedTensor], list[str]]:
-    """Return the tensors without a head that is tied to the embedding and stored all the same, and a note about it."""
+def _drop_tied_head(tensors: Sequence[EstimatedTensor], config: Mapping[str, Any]) -> tuple[list[EstimatedTensor], list[str]]:
+    """Return the tensors without a stored head that is tied to the embedding, and a note about it."""
     if config.get("tie_word_embeddings") is not True:
-        return list(parts), []
-    embeddings = {part.shape for part in parts if "embed" in part.name or "wte" in part.name}
-    tied = sorted(part.name for part in parts if part.name.endswith("lm_head.weight") and part.shape in embeddings)
+        return list(tensors), []
+    embeddings = {tensor.shape for tensor in tensors if "embed" in tensor.name or "wte" in tensor.name}
+    tied = sorted(tensor.name for tensor in tensors if tensor.name.endswith("lm_head.weight") and tensor.shape in embeddings)
     notes = [f"{', '.join(tied)} is tied to the embedding and is counted once."] if tied else []
-    return [part for part in parts if part.name not in tied], notes
+    return [tensor for tensor in tensors if tensor.name not in tied], notes
