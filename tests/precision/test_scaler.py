@@ -99,7 +99,7 @@ def test_accumulated_gradients_have_one_scale() -> None:
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     for _ in range(3):
         scaler.scale(loss_of(entry)).backward()
-        assert not scaler.due
+        assert not scaler.update_pending
     scaler.step(optimizer)
     torch.testing.assert_close(entry.detach(), torch.full((2,), 1.0 - 0.1 * 3))
 
@@ -111,12 +111,12 @@ def test_scale_moves_with_next_loss() -> None:
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
     scaler.scale(loss_of(entry) + loss_of(other)).backward()
     scaler.step(first)
-    assert scaler.due
+    assert scaler.update_pending
     scaler.step(second)
     torch.testing.assert_close(other.detach(), entry.detach())
-    assert scaler.flush(want_ratio=True) == 2.0
-    assert not scaler.due
-    assert scaler.flush(want_ratio=True) == 1.0
+    assert scaler.apply_pending_update(want_ratio=True) == 2.0
+    assert not scaler.update_pending
+    assert scaler.apply_pending_update(want_ratio=True) == 1.0
     assert scaler.get_scale() == 128.0
 
 
@@ -127,7 +127,7 @@ def test_waiting_gradients_rescaled() -> None:
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
     scaler.scale(loss_of(entry) + loss_of(other)).backward()
     scaler.step(first)
-    other.grad *= scaler.flush(want_ratio=True)
+    other.grad *= scaler.apply_pending_update(want_ratio=True)
     scaler.scale(loss_of(other)).backward()
     scaler.step(second)
     torch.testing.assert_close(other.detach(), torch.full((2,), 1.0 - 0.1 * 2))
@@ -161,7 +161,7 @@ def test_abandoned_step_after_clip(set_to_none: bool) -> None:
     scaler.unscale(optimizer)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=set_to_none)
-        scaler.cleared(optimizer)
+        scaler.on_zero_grad(optimizer)
         scaler.scale(loss_of(entry)).backward()
         scaler.unscale(optimizer)
         assert entry.grad.tolist() == [1.0, 1.0]
@@ -216,7 +216,7 @@ def test_step_without_gradients() -> None:
     optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     scaler.unscale(optimizer)
     assert scaler.step(optimizer)
-    assert not scaler.due
+    assert not scaler.update_pending
     assert entry.tolist() == [1.0, 1.0]
 
 
@@ -324,7 +324,8 @@ def test_no_scaler_matches_torch() -> None:
     assert entry.grad.tolist() == [1.0, 1.0]
     assert scaler.step(optimizer) is True
     torch.testing.assert_close(entry.detach(), torch.full((2,), 0.9))
-    assert (scaler.scales, scaler.due, scaler.flush(want_ratio=True), scaler.get_scale()) == (False, False, 1.0, 1.0)
+    assert (scaler.scales, scaler.update_pending) == (False, False)
+    assert (scaler.apply_pending_update(want_ratio=True), scaler.get_scale()) == (1.0, 1.0)
 
 
 def test_only_fp16_has_a_scale() -> None:

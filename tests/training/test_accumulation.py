@@ -26,18 +26,18 @@ def run(history: list[Event], steps: int, *, known: bool = True) -> tuple[list[b
             closing.append(accumulation.begin(steps, current))
         elif isinstance(event, Mean):
             divisor = accumulation.add_mean(event.count)
-            present = present * accumulation.settle(divisor) + event.value * event.count / divisor
+            present = present * accumulation.change_divisor(divisor) + event.value * event.count / divisor
         elif isinstance(event, Sum):
             total = accumulation.add_sum(event.weight)
             if accumulation.closing:
                 divisor = accumulation.sum_divisor(total)
             else:
                 if accumulation.estimate is None:
-                    accumulation.guess(event.weight)
+                    accumulation.set_estimate(event.weight)
                 divisor = accumulation.estimate or 1.0
-            present = present * accumulation.settle(divisor) + event.value / divisor
+            present = present * accumulation.change_divisor(divisor) + event.value / divisor
         elif not accumulation.holds_gradients:
-            accumulation.cleared()
+            accumulation.on_zero_grad()
             present = 0.0
     if closing and closing[-1]:
         found.append(present)
@@ -116,7 +116,7 @@ def test_short_window() -> None:
     accumulation.begin(4, reading.hand_out(torch.ones(1), False, 1, None, None))
     assert accumulation.add_mean() == 2.0
     accumulation.begin(4, reading.hand_out(torch.ones(1), True, 0, None, None))
-    assert (accumulation.settle(accumulation.add_mean()), accumulation.carried) == (1.0, 2.0)
+    assert (accumulation.change_divisor(accumulation.add_mean()), accumulation.gradient_divisor) == (1.0, 2.0)
 
 
 def test_means_and_sums_cannot_be_mixed() -> None:

@@ -378,15 +378,15 @@ def test_window_with_both_sizes(steps: int, cut: int, ratio: float, values: list
     for value in values[:cut]:
         window.begin(steps, None)
         divisor = window.add_mean()
-        gradient = gradient * window.settle(divisor) + value / divisor
+        gradient = gradient * window.change_divisor(divisor) + value / divisor
     state = {"windows": [window.state()], "sync_gradients": False, "loose": False}
     begun, _ = redistribute_loop_state([(state, None)], saved_by=1, world_size=1, batch_ratio=ratio)
     again = Accumulation()
     again.restore(begun["windows"][0])
     again.begin(steps, LoaderPass().hand_out(None, True, 0, None, None))
-    assert not again.single
+    assert not again.is_whole_window
     divisor = again.add_mean()
-    gradient = gradient * again.settle(divisor) + values[cut] / divisor
+    gradient = gradient * again.change_divisor(divisor) + values[cut] / divisor
     expected = (ratio * sum(values[:cut]) + values[cut]) / (ratio * cut + 1.0)
     assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
@@ -408,7 +408,7 @@ def broken() -> list[tuple[Any, Any, str]]:
         (None, None, "no state of a training loop"),
         ({}, None, "no state of a training loop"),
         ({**state, "windows": [window, window]}, None, "windows of 2 models, and 1 are prepared"),
-        ({**state, "windows": [{}]}, None, "no state of a window"),
+        ({**state, "windows": [{}]}, None, "not the state of an accumulation window"),
         ({**state, "latest": 1}, None, "no state of a training loop"),
         ({**state, "loose": 0}, None, "loose=0"),
         (with_window(index=-1), None, "index=-1"),

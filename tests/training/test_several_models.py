@@ -451,14 +451,14 @@ def test_mean_and_weight_in_block(ranks: Any, world: int) -> None:
 def test_block_that_fails() -> None:
     """A block that does not begin.
 
-    Models at different places of their windows: an error, and the loop's state is as outside of a block.
+    Models at different positions of their windows: an error, and the loop's state is as outside of a block.
     """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     entry, two, loader = accelerator.prepare(*(torch.nn.Linear(1, 1) for _ in range(2)), DataLoader(torch.ones(3, 1)))
     for _ in loader:
         with accelerator.accumulate(entry):
             pass
-        with pytest.raises(StateError, match="different places of their windows"), accelerator.accumulate(entry, two):
+        with pytest.raises(StateError, match="different positions of their windows"), accelerator.accumulate(entry, two):
             pass
         assert accelerator.gradient_state.batch is None
         break

@@ -157,9 +157,9 @@ class Components:
     clipper: GradientClipper
     registry: PreparedObjects
     ledger: Ledger
-    loading: DataLoaderConfiguration
+    loader_config: DataLoaderConfiguration
     dynamo: TorchDynamoPlugin | None
-    place: DataRank
+    data_rank: DataRank
     device_placement: bool
     step_scheduler_with_optimizer: bool
     scheduler_steps_per_process: bool
@@ -184,7 +184,7 @@ def assemble_components(
     state: AcceleratorState,
     handlers: HandlerSet,
     accumulation: GradientAccumulationPlugin,
-    loading: DataLoaderConfiguration,
+    loader_config: DataLoaderConfiguration,
     dynamo: TorchDynamoPlugin | None,
     *,
     outputs_to_fp32: bool | None,
@@ -213,11 +213,11 @@ def assemble_components(
         outputs_to_fp32=outputs_to_fp32,
     )
 
-    def total(numbers: list[float]) -> list[float]:
+    def sum_numbers(numbers: list[float]) -> list[float]:
         return [float(number) for number in collectives.reduce(state.channel(), state.limits, numbers, "sum", operation="backward")]
 
     stepper = Stepper(
-        gradient_state, strategy, precision.scaler, rank=state.process_index, world_size=state.num_processes, total=total
+        gradient_state, strategy, precision.scaler, rank=state.process_index, world_size=state.num_processes, sum_numbers=sum_numbers
     )
     return Components(
         state=state,
@@ -228,9 +228,9 @@ def assemble_components(
         clipper=GradientClipper(stepper, lambda: registry.optimizers, strategy.clip),
         registry=registry,
         ledger=ledger,
-        loading=loading,
+        loader_config=loader_config,
         dynamo=dynamo,
-        place=DataRank(state.process_index, state.num_processes, state.channel, state.limits, compares=True),
+        data_rank=DataRank(state.process_index, state.num_processes, state.channel, state.limits, compares=True),
         rng_types=rng_types,
         **settings,
     )

@@ -56,7 +56,7 @@ class PreparationMixin(AcceleratorBase):
         ('Linear', 7)
         """
         places = _placement_by_object(device_placement, len(args))
-        _check_objects(args, self._components.place.world_size)
+        _check_objects(args, self._components.data_rank.world_size)
         if device_map is not None:
             from slipstream.big_models.prepare import dispatch_for_prepare
 
@@ -93,8 +93,8 @@ class PreparationMixin(AcceleratorBase):
         if apart:
             from slipstream.big_models.prepare import check_not_trained_together
 
-            check_not_trained_together(original, 1 if evaluation_mode else components.place.world_size)
-            evaluation_mode |= components.place.world_size > 1
+            check_not_trained_together(original, 1 if evaluation_mode else components.data_rank.world_size)
+            evaluation_mode |= components.data_rank.world_size > 1
         else:
             components.strategy.check(original, _present_device(original) if moves else components.state.device)
         if moves and not apart:
@@ -170,7 +170,7 @@ class PreparationMixin(AcceleratorBase):
                 return known
         inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
         state, registry = components.state, weakref.ref(components.registry)  # which will hold the scheduler
-        repeats = components.scheduler_steps_per_process and not components.loading.split_batches
+        repeats = components.scheduler_steps_per_process and not components.loader_config.split_batches
         prepared = AcceleratedScheduler(
             inner,
             components.gradient_state,
@@ -211,8 +211,8 @@ class PreparationMixin(AcceleratorBase):
         prepared = []
         for loader, place, seed in zip(loaders, placements, self._seeds(loaders), strict=True):
             settings = LoaderSettings(
-                data_rank=components.place,
-                config=components.loading,
+                data_rank=components.data_rank,
+                config=components.loader_config,
                 seed=seed,
                 device=components.state.device,
                 put_on_device=self._moves_to_device(place),
@@ -234,8 +234,8 @@ class PreparationMixin(AcceleratorBase):
         """Return the seeds of rank 0, so that all ranks read in the same order."""
         components = self._components
         first = len(components.registry.loaders)
-        seeds = [choose_seed(loader, components.loading, first + number) for number, loader in enumerate(loaders)]
-        if not seeds or components.place.world_size == 1:
+        seeds = [choose_seed(loader, components.loader_config, first + number) for number, loader in enumerate(loaders)]
+        if not seeds or components.data_rank.world_size == 1:
             return seeds
         shared: list[int] = collectives.broadcast_objects(components.state.channel(), components.state.limits, seeds, 0)
         return shared
@@ -257,7 +257,7 @@ class PreparationMixin(AcceleratorBase):
         stepper = self._components.stepper
         for loader in loaders:
             loader.set_uneven(even_batches is False)
-        stepper.joined = self._components.place.world_size > 1
+        stepper.joined = self._components.data_rank.world_size > 1
         try:
             with self._components.strategy.join([joinable for joinable in joinables if isinstance(joinable, torch.nn.Module)]):
                 yield

@@ -122,7 +122,7 @@ class ProcessesMixin(AcceleratorBase):
     def check_trigger(self) -> bool:
         """See `PartialState.check_trigger`."""
         is_set = self.state.check_trigger()
-        self._components.stepper.cut_short |= is_set
+        self._components.stepper.trigger_fired |= is_set
         return is_set
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, **dynamic: Any) -> AbstractContextManager[Any]:

@@ -32,7 +32,7 @@ class SettingsMixin(AcceleratorBase):
         other_ways = ("split_batches", "project_dir", "dynamo_backend", "gradient_accumulation_steps")
         now: dict[str, Any] = {
             "mixed_precision": components.state.mixed_precision,
-            "dataloader_config": replace(components.loading),
+            "dataloader_config": replace(components.loader_config),
             "project_config": replace(self.project_configuration),
         }
         if components.dynamo is not None:
@@ -46,32 +46,32 @@ class SettingsMixin(AcceleratorBase):
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """The options of loaders; what is changed here counts for loaders that are prepared afterwards."""
-        return self._components.loading
+        return self._components.loader_config
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
         if not isinstance(value, DataLoaderConfiguration):
             raise TypeError(f"dataloader_config = {value!r}: write accelerator.dataloader_config = DataLoaderConfiguration(...)")
-        self._components.loading = replace(value)
+        self._components.loader_config = replace(value)
 
     @property
     def split_batches(self) -> bool:
         """See `DataLoaderConfiguration.split_batches`."""
-        return self._components.loading.split_batches
+        return self._components.loader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
         """See `DataLoaderConfiguration.dispatch_batches`."""
-        return self._components.loading.dispatch_batches
+        return self._components.loader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
         """See `DataLoaderConfiguration.even_batches`."""
-        return self._components.loading.even_batches
+        return self._components.loader_config.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._components.loading.even_batches = value
+        self._components.loader_config.even_batches = value
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -81,12 +81,12 @@ class SettingsMixin(AcceleratorBase):
     @property
     def non_blocking(self) -> bool:
         """See `DataLoaderConfiguration.non_blocking`."""
-        return self._components.loading.non_blocking
+        return self._components.loader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
         """See `DataLoaderConfiguration.use_stateful_dataloader`."""
-        return self._components.loading.use_stateful_dataloader
+        return self._components.loader_config.use_stateful_dataloader
 
     @property
     def effective_batch_size(self) -> int | None:

@@ -1,8 +1,8 @@
 """The loss scaler of fp16, and the null object for every other precision.
 
-Several optimizers may step on gradients of one scale, so the scale does not change when the first of them has stepped: `step` makes an
-update due, and whoever scales the next loss runs it (`flush`). Gradients are divided once per update, however often it is asked for, and
-always by the scale that they were multiplied with. `step` returns whether the parameters were updated.
+Several optimizers may step on gradients of one scale, so the scale does not change after the first of them: `step` leaves an update
+pending, and `apply_pending_update` runs it before the next loss is scaled. Gradients are divided once per update, however often
+`unscale` is called, and always by the scale that they were multiplied with. `step` returns whether the parameters were updated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NoScaler:
 
     scales = False
     """Whether losses are scaled at all."""
-    due = False
+    update_pending = False
     """Whether the scale is to be updated before the next loss is scaled."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class NoScaler:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: gradients have no scale."""
 
-    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: gradients have no scale."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
@@ -61,7 +61,7 @@ class NoScaler:
             optimizer.step(closure)
         return True
 
-    def flush(self, want_ratio: bool = False) -> float:
+    def apply_pending_update(self, want_ratio: bool = False) -> float:
         """Return 1.0: there is nothing to update."""
         return 1.0
 
@@ -116,14 +116,14 @@ class LossScaler:
         self._unscaled = weakref.WeakKeyDictionary()  # and not stepped yet; with their gradients as they were when a later loss was scaled
 
     @property
-    def due(self) -> bool:
+    def update_pending(self) -> bool:
         """Whether the scale is to be updated before the next loss is scaled."""
         return self._touched and bool(self._stepped) and not self._waiting()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale; an update that is due comes first."""
         if self._touched:
-            self.flush()
+            self.apply_pending_update()
             self._late = bool(self._stepped)
             for optimizer, marks in list(self._unscaled.items()):
                 if marks is None:
@@ -139,7 +139,7 @@ class LossScaler:
             self._unscaled[optimizer] = None
             self._cleared.discard(optimizer)
 
-    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the gradients of an optimizer were cleared: new ones have the scale."""
         self._cleared.add(optimizer)
 
@@ -176,9 +176,9 @@ class LossScaler:
         self._stepped.add(optimizer)
         return any(stepped)
 
-    def flush(self, want_ratio: bool = False) -> float:
+    def apply_pending_update(self, want_ratio: bool = False) -> float:
         """Run the update that is due. With `want_ratio`, return new scale over old scale (waits for the device); else 1.0."""
-        if not self.due:
+        if not self.update_pending:
             return 1.0
         before = self._scaler.get_scale() if want_ratio else 1.0
         self._scaler.update()
@@ -187,12 +187,12 @@ class LossScaler:
 
     def get_scale(self) -> float:
         """Return the scale that the next loss will have. Waits for the device."""
-        self.flush()
+        self.apply_pending_update()
         return self._scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, as `torch.amp.GradScaler` names them."""
-        self.flush()
+        self.apply_pending_update()
         return self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

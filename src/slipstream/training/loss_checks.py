@@ -147,7 +147,7 @@ def _is_unmatched(accumulation: Accumulation, state: GradientState) -> bool:
     """Return whether this block seems to belong to a pass that was not worked on as a whole, or that ended inside of a window."""
     last = accumulation.batch
     if last is not None and last.loader_pass is state.metrics.finished_pass:
-        return accumulation.worked_on < last.loader_pass.handed
+        return accumulation.batches_trained < last.loader_pass.handed
     return not accumulation.closing and accumulation.passes != state.passes
 
 

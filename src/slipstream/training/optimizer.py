@@ -1,7 +1,7 @@
-"""`AcceleratedOptimizer`: the user's optimizer, which steps and clears gradients only where an update ends.
+"""`AcceleratedOptimizer`: wraps an optimizer so that it steps and clears gradients only where an update ends.
 
-It is an instance of `torch.optim.Optimizer`, and everything but `step` and `zero_grad` is passed to the user's optimizer. The models that
-it belongs to are found at its first step, so optimizers and models can be prepared in any order.
+It is an instance of `torch.optim.Optimizer`, and everything but `step` and `zero_grad` is passed to the wrapped optimizer. It finds the
+models of its parameters at its first step, so optimizers and models can be prepared in any order.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 class OptimizerLink:
-    """What a step reads, in slots: a prepared optimizer has `__getattr__`, which makes every look-up on it slow."""
+    """What a step reads, in slots: the `__getattr__` of a prepared optimizer makes attribute look-ups slow."""
 
     __slots__ = (
-        "accumulations", "check", "clears_as_torch", "due", "inner", "look", "may_skip", "meter", "models", "others", "refuses", "scales",
-        "stepper", "updates",
+        "accumulations", "check", "check_weights", "clears_as_torch", "foreign_parameters", "may_skip", "meter", "models", "next_check",
+        "optimizer", "scales", "should_skip", "stepper", "updates",
     )  # fmt: skip
 
     def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
-        self.inner, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
+        self.optimizer, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
         self.meter = optimizer.stepper.meter
         self.scales = optimizer.scaler.scales
         self.models = models
         self.updates = optimizer._updates_before
-        # torch's own marks itself for a profiler, which takes longer than clearing: left out where nobody looks
-        self.clears_as_torch = type(self.inner).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.inner)
+        # torch's `zero_grad` opens a profiler range, which takes longer than clearing: `_clear_gradients` skips it without a profiler
+        self.clears_as_torch = type(self.optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.optimizer)
         self.accumulations = tuple(model.accumulation for model in models)
-        self.others = _parameters_of_others(self.inner, models)
-        """For each model: its trained parameters that belong to other optimizers."""
+        self.foreign_parameters = _find_foreign_parameters(self.optimizer, models)
+        """For each model: its trained parameters that this optimizer does not have."""
         guards = optimizer.stepper.guards
-        self.refuses: Callable[..., bool] | None = None if guards is None else guards.refuses
-        """Whether an update is to be left out, where that is looked at before each of them."""
-        self.look: Callable[[AcceleratedOptimizer, OptimizerLink], float] | None = None if guards is None else guards.look
-        self.due: float = math.inf if guards is None else guards.first_look
-        """With how many updates the weights are looked at next."""
-        self.may_skip = self.scales or self.refuses is not None
+        self.should_skip: Callable[..., bool] | None = None if guards is None else guards.refuses
+        """Called before each update; returns whether to skip it."""
+        self.check_weights: Callable[[AcceleratedOptimizer, OptimizerLink], float] | None = None if guards is None else guards.look
+        self.next_check: float = math.inf if guards is None else guards.first_look
+        """The number of updates after which `check_weights` is called next."""
+        self.may_skip = self.scales or self.should_skip is not None
 
     @property
     def closing(self) -> bool:
-        """Whether an update ends with the present batch."""
+        """Whether an update ends with the current batch."""
         for accumulation in self.accumulations:  # noqa: SIM110  # a generator costs as much as all the rest
             if not accumulation.closing:
                 return False
@@ -70,12 +70,12 @@ class OptimizerLink:
 
 
 def _forward_attribute(name: str) -> Any:
-    """Return a property that reads and sets an attribute of the user's optimizer."""
+    """Return a property that reads and sets an attribute of the wrapped optimizer."""
     return property(lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value))
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """An optimizer as `prepare` gives it back.
+    """An optimizer as `prepare` returns it.
 
     >>> from slipstream import Accelerator
     >>> accelerator = Accelerator(cpu=True)
@@ -88,12 +88,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepper: Stepper, check: Callable[[torch.nn.Module], None] | None) -> None:
-        # The base class is not initialised: groups, state and hooks are those of the user's optimizer.
+        # The base class is not initialised: groups, state and hooks belong to the wrapped optimizer.
         self.optimizer = optimizer
         self.stepper = stepper
         self.scaler = stepper.scaler
         self.step_was_skipped = False
-        """Whether the last step was left out because gradients overflowed, or were not finite (`on_nan="skip"`)."""
+        """Whether the last step was skipped because gradients overflowed, or were not finite (`on_nan="skip"`)."""
         self._check = check
         self._linked: OptimizerLink | None = None
         self._updates_before = 0
@@ -102,58 +102,58 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def closing(self) -> bool:
-        """Whether an update ends with the present batch."""
+        """Whether an update ends with the current batch."""
         return self.linked.closing
 
     @property
     def linked(self) -> OptimizerLink:
-        """The link to its models, made when it is first needed."""
+        """The link to its models, created on first use."""
         return self._linked or self._link()
 
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters if an update ends with this batch; else do nothing."""
+        """Update the parameters if an update ends with this batch; otherwise do nothing."""
         linked = self._linked or self._link()
         for accumulation in linked.accumulations:
             if not accumulation.closing:
                 return None
-            if accumulation.index > 1 and not accumulation.touched:
+            if accumulation.index > 1 and not accumulation.backward_done:
                 raise StateError(
-                    f"{type(self.optimizer).__name__}.step() ends a window of accumulation whose last batch had no "
-                    "accelerator.backward(loss): its gradients are neither complete nor averaged. Call it on every batch (not "
-                    "loss.backward()); for a batch that is to be left out, on the loss times 0, or clear the gradients."
+                    f"{type(self.optimizer).__name__}.step() ends an accumulation window whose last batch had no "
+                    "accelerator.backward(loss), so its gradients are neither complete nor averaged. Call accelerator.backward(loss) "
+                    "(not loss.backward()) on every batch. To skip a batch, call accelerator.backward(loss * 0), or optimizer.zero_grad()."
                 )
-            accumulation.touched = True
+            accumulation.backward_done = True
         meter = linked.meter
         result = run_timed(meter, OPTIMIZER, _run_update, self, linked, closure)
         if meter is not None:
             meter.updated = True
-            if linked.stepper.state.active is None:  # no loader is being read whose next batch would end the step
+            if linked.stepper.state.active is None:  # otherwise the loader's next batch ends the step
                 meter.end_step()
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, unless they belong to an update that is still to come."""
+        """Clear gradients, unless the next update needs them."""
         linked = self._linked or self._link()
         for accumulation in linked.accumulations:
-            if not (accumulation.closing and accumulation.touched) and accumulation.holds_gradients:  # mostly the first is enough
+            if not (accumulation.closing and accumulation.backward_done) and accumulation.holds_gradients:  # mostly the first is enough
                 return
-        for accumulation, others in zip(linked.accumulations, linked.others, strict=True):
-            if accumulation.kind is not None and all(parameter.grad is None for parameter in others):
-                accumulation.cleared()
+        for accumulation, others in zip(linked.accumulations, linked.foreign_parameters, strict=True):
+            if accumulation.loss_kind is not None and all(parameter.grad is None for parameter in others):
+                accumulation.on_zero_grad()
         run_timed(linked.meter, OPTIMIZER, _clear_gradients, self, linked, set_to_none)
 
     def unscale(self) -> None:
-        """Divide gradients by the loss scale, where there is one, once per update."""
+        """Divide gradients by the loss scale, if there is one, once per update."""
         if self.scaler.scales and self.closing:
             self.scaler.unscale(self.optimizer)
 
     def forget(self) -> None:
-        """Look for its models again when it steps next."""
+        """Find its models again at the next step."""
         self._updates_before, self._linked = self.updates, None
 
     @property
     def updates(self) -> int:
-        """How many updates it made: calls of `step` that ended a window and were not left out because of an overflow."""
+        """How many updates it has made: calls of `step` that ended a window and were not skipped because of an overflow."""
         linked = self._linked
         return self._updates_before if linked is None else linked.updates
 
@@ -166,23 +166,23 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._linked.updates = updates
 
     def _link(self) -> OptimizerLink:
-        """Find the models whose parameters these are."""
+        """Find the models that own its parameters."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        models, strangers = self.stepper.owners(parameters)
-        if strangers:
-            shapes = ", ".join(str(tuple(stranger.shape)) for stranger in strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+        models, unowned = self.stepper.owners(parameters)
+        if unowned:
+            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unowned[:3]) + (", ..." if len(unowned) > 3 else "")
             raise StateError(
-                f"{type(self.optimizer).__name__} has {len(strangers)} of {len(parameters)} parameters (shapes {shapes}) that belong to no "
-                "model prepared by this Accelerator: their gradients would not be averaged over processes. Prepare the model they belong "
-                "to (as it is now: not a copy, and not one made after the optimizer); a lone parameter goes into a module."
+                f"{type(self.optimizer).__name__} has {len(unowned)} of {len(parameters)} parameters (shapes {shapes}) that belong to no "
+                "model prepared by this Accelerator: their gradients would not be averaged over processes. Prepare their model (the same "
+                "object: not a copy, and not one created after the optimizer). Put a lone parameter into a module."
             )
         self._linked = OptimizerLink(self, tuple(models))
         return self._linked
 
-    # -- the user's own -------------------------------------------------------------------------------------------
+    # -- passed to the wrapped optimizer ------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # while it is being made or unpickled
+        if name == "optimizer":  # not set yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -197,24 +197,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     defaults = _forward_attribute("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its model has to be prepared too."""
+        """Add a parameter group; its model must be prepared too."""
         self.optimizer.add_param_group(param_group)
         self.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the user's optimizer."""
+        """Return the state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the user's optimizer."""
+        """Load a state into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Switch an optimizer that has modes (schedule-free ones) to training."""
+        """Switch an optimizer with modes, such as a schedule-free one, to training."""
         self._mode("train")
 
     def eval(self) -> None:
-        """Switch an optimizer that has modes (schedule-free ones) to evaluation."""
+        """Switch an optimizer with modes, such as a schedule-free one, to evaluation."""
         self._mode("eval")
 
     def _mode(self, name: str) -> None:
@@ -223,7 +223,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             change()
 
 
-def _parameters_of_others(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> list[list[torch.nn.Parameter]]:
+def _find_foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> list[list[torch.nn.Parameter]]:
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         [parameter for parameter in model.original.parameters() if parameter.requires_grad and id(parameter) not in own] for model in models
@@ -231,36 +231,36 @@ def _parameters_of_others(optimizer: torch.optim.Optimizer, models: Sequence[Pre
 
 
 def _run_update(optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure: Any) -> Any:
-    """Run an update that is due."""
+    """Run one update, unless it is skipped."""
     if linked.check is not None:
         for model in linked.models:
             linked.check(model.prepared)
-    linked.stepper.outside = False
-    if linked.refuses is not None:
-        optimizer.step_was_skipped = skipped = linked.refuses(optimizer, linked, closure)
+    linked.stepper.backward_outside_block = False
+    if linked.should_skip is not None:
+        optimizer.step_was_skipped = skipped = linked.should_skip(optimizer, linked, closure)
         if skipped:
             return None
     result = None
     if linked.scales:
-        optimizer.step_was_skipped = skipped = not optimizer.scaler.step(linked.inner, closure)
+        optimizer.step_was_skipped = skipped = not optimizer.scaler.step(linked.optimizer, closure)
         linked.updates += not skipped
     else:
         linked.updates += 1
-        result = linked.inner.step(closure) if closure is not None else linked.inner.step()
-    if linked.updates >= linked.due and linked.look is not None:
-        linked.due = linked.look(optimizer, linked)
+        result = linked.optimizer.step(closure) if closure is not None else linked.optimizer.step()
+    if linked.updates >= linked.next_check and linked.check_weights is not None:
+        linked.next_check = linked.check_weights(optimizer, linked)
     return result
 
 
 def _clear_gradients(optimizer: AcceleratedOptimizer, linked: OptimizerLink, set_to_none: bool | None) -> None:
-    """Clear gradients that are no longer needed."""
+    """Clear the gradients of the wrapped optimizer."""
     if linked.scales:
-        optimizer.scaler.cleared(linked.inner)
+        optimizer.scaler.on_zero_grad(linked.optimizer)
     if set_to_none is None and linked.clears_as_torch and not _is_profiled():
-        for group in linked.inner.param_groups:
+        for group in linked.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
     elif set_to_none is None:
-        linked.inner.zero_grad()
+        linked.optimizer.zero_grad()
     else:
-        linked.inner.zero_grad(set_to_none)
+        linked.optimizer.zero_grad(set_to_none)

@@ -1,10 +1,9 @@
 """The stepper of one Accelerator: `accumulate` blocks, backward passes, and whether optimizers may step now.
 
-The gradient of an update is the mean over all samples of the window on all ranks. A loss counts as the mean over its batch, unless
-`weight` says that it is a sum over so many samples. Strategies average gradients over ranks, so a rank's loss is weighted here, and only
-where ranks or batches hold different numbers of samples. With several models, a loss counts for those that it reaches, and gradients are
-reduced for those of them whose window closes. `backward` decides nothing that could be decided earlier: for the usual batch it is a few
-comparisons.
+The gradient of an update is the mean over all samples of the window on all ranks. A loss is taken as the mean over its batch, unless
+`weight` says that it is a sum over that many samples. Strategies average gradients over ranks, so losses are weighted here only if ranks
+or batches have different numbers of samples. With several models, a loss counts for the models that it reaches, and gradients are
+reduced for those whose window closes. For a full batch that is an update by itself, `backward` adds a few comparisons to torch's.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = ["AccumulateBlock", "PreparedModel", "Stepper", "TimedForward", "run_t
 
 @dataclass(eq=False)
 class PreparedModel:
-    """A model as the user gave it, as `prepare` gave it back, and where its accumulation stands."""
+    """A model as the user passed it, as `prepare` returned it, and the state of its accumulation."""
 
     original: torch.nn.Module
     prepared: torch.nn.Module
@@ -51,10 +50,10 @@ class PreparedModel:
     owned: frozenset[int] = frozenset()
     """Identities of the parameters."""
     shared: frozenset[int] = frozenset()
-    """Of these, the ones that belong to a model prepared before: their gradients are corrected with that one."""
+    """Those of them that a model prepared earlier has too; its record rescales their gradients."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that are there now, without those of shared parameters."""
+        """Return the present gradients, without those of shared parameters."""
         return [
             parameter.grad
             for parameter in self.original.parameters()
@@ -62,7 +61,7 @@ class PreparedModel:
         ]
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients that are there."""
+        """Multiply the present gradients by a factor."""
         gradients = self.gradients()
         dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
         if dense:
@@ -77,14 +76,14 @@ _is_grad_enabled = torch.is_grad_enabled
 
 _FULL_PRECISION = (torch.float32, torch.float64)
 _CHECKED_LOSSES = 2
-"""How many of the first losses are looked at for whether they reach a prepared model."""
+"""How many of the first losses are checked for whether they reach a prepared model."""
 
 
 def _find_batch(state: GradientState, last: MicroBatch | None, *, stays: bool = False) -> MicroBatch | None:
-    """Return the batch that work after `last` belongs to: as `GradientState.batch_after`, with a short way for plain loops.
+    """Return the batch to work on after `last`, as `GradientState.batch_after`, with a short path for plain loops.
 
-    A block always begins the next batch. Outside of blocks the batch `stays` the same until an optimizer steps, as a script may run
-    several backward passes on it: while it is alive, a batch that was read ahead does not take its place.
+    A block always begins the next batch. Outside of blocks the batch `stays` the same until an optimizer steps, because a script may run
+    several backward passes on it; a batch that was read ahead does not replace it while it is alive.
     """
     loader_pass = state.only_pass
     if loader_pass is not None:
@@ -97,21 +96,21 @@ def _find_batch(state: GradientState, last: MicroBatch | None, *, stays: bool = 
 
 
 class AccumulateBlock:
-    """`with accelerator.accumulate(model):`, one batch of a window."""
+    """The context manager of `with accelerator.accumulate(model):`, one batch of a window."""
 
-    __slots__ = ("_bystanders", "_stepper", "batch", "concerned", "first", "models")
+    __slots__ = ("_unaffected", "_stepper", "batch", "affected", "first", "models")
 
     def __init__(self, stepper: Stepper, models: Sequence[PreparedModel]) -> None:
         self.models = tuple(models)
         self.first = self.models[0].accumulation
         followers = [model for model in stepper.models if not model.accumulation.named]
-        self.concerned = (*self.models, *followers)
-        """The models that are named, and those that were never named in any block and follow this one."""
+        self.affected = (*self.models, *followers)
+        """The models of this block, and those that were never named in any block and follow this one."""
         self.batch: MicroBatch | None = None
-        """The batch that is being worked on."""
+        """The loader's batch that the block belongs to."""
         averages = stepper.strategy.averages
-        self._bystanders = [model.prepared for model in stepper.models if model not in self.concerned] if averages else []
-        self._stepper = weakref.ref(stepper)  # which keeps its blocks: a cycle would keep models until garbage is collected
+        self._unaffected = [model.prepared for model in stepper.models if model not in self.affected] if averages else []
+        self._stepper = weakref.ref(stepper)  # the stepper keeps its blocks: a cycle would delay freeing the models
 
     def __enter__(self) -> None:
         stepper = self._stepper()
@@ -124,13 +123,13 @@ class AccumulateBlock:
         steps = (None if batch is None else batch.steps) or plugin.num_steps or 1
         if steps > 1 and batch is None and plugin.sync_with_dataloader:
             warn_if_read_ahead(stepper.warned, first, state)
-        stepper.begin_work(batch, steps)
+        stepper.record_batch(batch, steps)
         closing = first.begin(steps, batch, plugin.sync_with_dataloader)
         if first.closed_early:
             warn_of_late_pieces(stepper.warned)
         if first.index == 1:
             first.passes = state.passes
-        if len(self.concerned) > 1:
+        if len(self.affected) > 1:
             self._begin_others(closing, steps, plugin.sync_with_dataloader)
         state.sync_gradients = closing
         state.trained += 1
@@ -138,20 +137,20 @@ class AccumulateBlock:
         stepper.accumulates |= not closing
         if stepper.strategy.averages:
             reduces = closing or plugin.sync_each_batch
-            for model in self.concerned:
+            for model in self.affected:
                 stepper.strategy.set_sync(model.prepared, reduces)
-            for bystander in self._bystanders:
-                stepper.strategy.defer(bystander, True)
+            for wrapped in self._unaffected:
+                stepper.strategy.defer(wrapped, True)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         stepper = self._stepper()
         assert stepper is not None
         stepper.block = stepper.state.batch = None
-        for bystander in self._bystanders:
-            stepper.strategy.defer(bystander, False)
+        for wrapped in self._unaffected:
+            stepper.strategy.defer(wrapped, False)
         batch = self.batch
         if batch is not None and batch.loader_pass.batch is not batch and batch.anchor() is None:
-            # It was taken for one that was read ahead, and nobody has it any more: the block worked on the newest one.
+            # The script has dropped the batch that this block was matched with, so the block used the newest batch instead.
             newest = batch.loader_pass.batch
             for model in self.models:
                 model.accumulation.batch = newest
@@ -160,21 +159,21 @@ class AccumulateBlock:
                 warn_if_read_ahead(stepper.warned, self.first, None)
 
     def _begin_others(self, closing: bool, steps: int, follows_loader: bool) -> None:
-        apart = False
+        differ = False
         for model in self.models[1:]:
-            apart |= model.accumulation.begin(steps, self.batch, follows_loader) != closing
-        if apart:
-            places = ", ".join(f"{type(model.original).__name__}: batch {model.accumulation.index} of {steps}" for model in self.models)
+            differ |= model.accumulation.begin(steps, self.batch, follows_loader) != closing
+        if differ:
+            positions = ", ".join(f"{type(model.original).__name__}: batch {model.accumulation.index} of {steps}" for model in self.models)
             raise StateError(
-                f"accumulate was given models that are at different places of their windows ({places}), as they were accumulated apart "
-                "before. Give each its own accumulate block, or always the same ones together."
+                f"accumulate got models at different positions of their windows ({positions}), because they were accumulated separately "
+                "before. Use one accumulate block for each, or always name the same models together."
             )
-        for model in self.concerned[len(self.models) :]:
-            model.accumulation.mirror(self.first)
+        for model in self.affected[len(self.models) :]:
+            model.accumulation.copy_position_from(self.first)
 
 
 class Stepper:
-    """Blocks of accumulation and backward passes of one Accelerator."""
+    """The `accumulate` blocks and backward passes of one Accelerator."""
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class Stepper:
         *,
         rank: int = 0,
         world_size: int = 1,
-        total: Callable[[list[float]], list[float]] = list,
+        sum_numbers: Callable[[list[float]], list[float]] = list,
     ) -> None:
         self.state = state
         self.meter: Meter | None = state.meter
@@ -192,43 +191,43 @@ class Stepper:
         self.scaler = scaler
         self.models: list[PreparedModel] = []
         self.block: AccumulateBlock | None = None
-        """The `accumulate` block that is being run."""
+        """The `accumulate` block that is running."""
         self.accumulates = False
-        """Whether any window ever held more than one batch."""
-        self.outside = False
-        """Whether there was a backward pass outside of `accumulate` since an optimizer stepped."""
+        """Whether any window has had more than one batch."""
+        self.backward_outside_block = False
+        """Whether a backward pass has run outside of `accumulate` since the last optimizer step."""
         self._outside_batch: MicroBatch | None = None
         self._joined = False
-        self.cut_short = False
-        """Whether `check_trigger` said yes, which is how loops are left early."""
-        self.parted = False
-        """Whether ranks were ever allowed to make different numbers of updates."""
+        self.trigger_fired = False
+        """Whether `check_trigger` has returned True, which is how scripts leave a loop early."""
+        self.updates_may_differ = False
+        """Whether ranks may have made different numbers of updates (`join_uneven_inputs`)."""
         self.guards: Any = None
-        """What looks at updates, where somebody does: see `observability/guards/`."""
+        """The guards of `observability/guards/`, or None."""
         self._rank = rank
         self.world_size = world_size
-        self._total = total
-        """Adds numbers up over all ranks."""
+        self._sum_numbers = sum_numbers
+        """Returns the sums of numbers over all ranks."""
         self.blocks: dict[tuple[torch.nn.Module, ...], AccumulateBlock] = {}
-        """The blocks of `accumulate` by their models."""
+        """The `accumulate` blocks by their models."""
         self.warned: set[str] = set()
         self._owners: dict[int, PreparedModel] = {}
         """The models by the identities of their parameters."""
-        self._unchecked = _CHECKED_LOSSES if world_size > 1 else 0
+        self._losses_to_check = _CHECKED_LOSSES if world_size > 1 else 0
 
     @property
     def joined(self) -> bool:
-        """Whether ranks may run out of data at different times, so that none may wait for all of them."""
+        """Whether ranks may run out of data at different times, so that a rank must not wait for all others."""
         return self._joined
 
     @joined.setter
     def joined(self, joined: bool) -> None:
-        self._joined, self.parted = joined, self.parted or joined
+        self._joined, self.updates_may_differ = joined, self.updates_may_differ or joined
 
     # -- models ---------------------------------------------------------------------------------------------------
 
     def add(self, original: torch.nn.Module, prepared: torch.nn.Module) -> PreparedModel:
-        """Add a prepared model; one that was here before begins anew."""
+        """Add a prepared model; if it is known already, reset its accumulation."""
         self.blocks.clear()
         model = next((known for known in self.models if known.original is original), None)
         if model is None:
@@ -252,25 +251,25 @@ class Stepper:
         return next((known for known in self.models if model is known.prepared or model is known.original), None)
 
     def owners(self, parameters: Iterable[torch.Tensor]) -> tuple[list[PreparedModel], list[torch.Tensor]]:
-        """Return the prepared models that these parameters belong to, and the parameters that belong to none."""
+        """Return the prepared models that own these parameters, and the parameters that no model owns."""
         found: dict[int, PreparedModel] = {}
-        strangers = []
+        unowned = []
         for parameter in parameters:
             owner = self._owners.get(id(parameter))
             if owner is None:
-                strangers.append(parameter)
+                unowned.append(parameter)
             else:
                 found[id(owner)] = owner
-        return list(found.values()), strangers
+        return list(found.values()), unowned
 
     def forget(self) -> None:
-        """Drop every model: nothing here keeps one alive afterwards."""
+        """Drop all references to models."""
         self.models, self._owners = [], {}
         self.block = self._outside_batch = None
         self.blocks.clear()
 
     def set_closing(self, closing: bool) -> None:
-        """Set by hand whether the present batch ends an update of every model."""
+        """Set whether the current batch ends an update of every model."""
         self.state.sync_gradients = closing
         for model in self.models:
             model.accumulation.closing = closing
@@ -302,7 +301,7 @@ class Stepper:
             if record is None:
                 raise StateError(
                     f"accumulate got a {type(model).__name__} that was not prepared by this Accelerator: "
-                    "write `model = accelerator.prepare(model)` first, and pass what it gives back"
+                    "write `model = accelerator.prepare(model)` first, and pass the result"
                 )
             records.append(record)
         return records
@@ -310,16 +309,16 @@ class Stepper:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
-        """Compute the gradients of a loss; the module docstring says what they are divided by."""
+        """Compute the gradients of a loss, with the divisor that the module docstring describes."""
         self.state.trained += 1
         meter = self.meter
         run_timed(meter, BACKWARD, self._backward, loss, weight, kwargs)
         if meter is None:
             return
-        # A number where it is there already: small tensors that are kept between large ones make the heap of the process grow and
-        # shrink in every step, which costs more than all marks.
+        # Keep a number if the loss is on the host: small tensors kept between large ones make the heap grow and shrink in every step,
+        # which costs more than all marks.
         meter.losses.append((meter.step, loss.item() if loss.is_cpu and loss.numel() == 1 else loss.detach()))
-        if meter.without_optimizer:  # which would end the step
+        if meter.without_optimizer:  # an optimizer would end the step
             meter.updated = True
             if self.state.active is None:
                 meter.end_step()
@@ -327,26 +326,26 @@ class Stepper:
     def _backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"backward got a {type(loss).__name__}: pass the loss, a tensor with one value")
-        if self._unchecked or loss.dtype not in _FULL_PRECISION:
+        if self._losses_to_check or loss.dtype not in _FULL_PRECISION:
             self._check_loss(loss)
         block = self.block
         batch = self._batch_outside() if block is None else block.batch
         if weight is None and (batch is None or batch.shares is None) and not self.scaler.scales:
             if block is None:
                 usual = not self.accumulates and self._steps(batch) == 1
-                self.outside = True
+                self.backward_outside_block = True
             else:
-                usual = block.first.single
+                usual = block.first.is_whole_window
                 if usual:
-                    for model in block.concerned:
-                        model.accumulation.touched = True
-            if usual:  # one batch, one update, nothing to weigh: as plain PyTorch
+                    for model in block.affected:
+                        model.accumulation.backward_done = True
+            if usual:  # one batch, one update, equal weights: as plain PyTorch
                 if self.strategy.averages:
                     self.strategy.backward(loss, None, **kwargs)
                 else:
                     loss.backward(**kwargs)  # type: ignore[no-untyped-call]
                 return
-        if self.scaler.due:
+        if self.scaler.update_pending:
             self._update_scale()
         if block is None:
             self._backward_outside(loss, weight, batch, kwargs)
@@ -354,11 +353,11 @@ class Stepper:
             self._backward_in_block(block, loss, weight, kwargs)
 
     def _check_loss(self, loss: torch.Tensor) -> None:
-        """Warn of a loss in half precision; on several processes, raise or warn for a model that was not prepared."""
+        """Warn about a loss in half precision; on several processes, raise or warn if no prepared model gets gradients."""
         warn_if_low_precision(self.warned, loss)
-        if not self._unchecked:
+        if not self._losses_to_check:
             return
-        self._unchecked -= 1
+        self._losses_to_check -= 1
         if not self.models:
             raise StateError(NOT_PREPARED_MESSAGE.format(site=call_site()))
         if loss.requires_grad:
@@ -369,12 +368,12 @@ class Stepper:
 
     def _batch_outside(self) -> MicroBatch | None:
         """Return the batch of a backward pass outside of `accumulate`."""
-        self._outside_batch = batch = _find_batch(self.state, self._outside_batch, stays=self.outside)
-        self.begin_work(batch)
+        self._outside_batch = batch = _find_batch(self.state, self._outside_batch, stays=self.backward_outside_block)
+        self.record_batch(batch)
         return batch
 
-    def begin_work(self, batch: MicroBatch | None, steps: int = 1) -> None:
-        """Record on its pass that a batch is worked on; warn where it matters which one that is, and is not certain."""
+    def record_batch(self, batch: MicroBatch | None, steps: int = 1) -> None:
+        """Record on its pass that training uses a batch; warn if the batch is uncertain and the result depends on it."""
         if batch is None:
             uncertain = self.state.metrics.finished_pass is not None
         else:
@@ -387,7 +386,7 @@ class Stepper:
             warn_if_share_unknown(self.warned, batch, self.state)
 
     def _reached(self, loss: torch.Tensor, weighs: bool) -> list[PreparedModel]:
-        """Return the models that a loss counts for, in the order in which they were prepared: all where it makes no difference."""
+        """Return the models that a loss counts for, in the order of `prepare`; all models if the answer makes no difference."""
         if len(self.models) == 1 or not (weighs or self.accumulates):
             return self.models
         reached = find_reached_models(loss, self._owners)
@@ -396,34 +395,34 @@ class Stepper:
     def _backward_in_block(self, block: AccumulateBlock, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         part, count = self._share(block.batch)
         reached = self._reached(loss, weight is not None)
-        concerned = block.concerned
+        affected = block.affected
         if weight is None:
-            divisors = [model.accumulation.add_mean(count, model in reached) for model in concerned]
+            divisors = [model.accumulation.add_mean(count, model in reached) for model in affected]
             if block.first.expected > 1.0 and "division" not in self.warned:
                 warn_if_divided(self.warned, loss, block.first.expected)
         else:
-            divisors = self._weigh(concerned, reached, check_weight(weight) if part > 0.0 else 0.0)
+            divisors = self._weigh(affected, reached, check_weight(weight) if part > 0.0 else 0.0)
             part = float(part > 0.0)
-        divisor, later = _choose_divisor(concerned, divisors, reached, weight is not None)
+        divisor, corrections = _choose_divisor(affected, divisors, reached, weight is not None)
         self._run(loss, part, divisor, reached, kwargs)
-        for model, final in later:
-            model.rescale(model.accumulation.settle(final))
+        for model, final in corrections:
+            model.rescale(model.accumulation.change_divisor(final))
 
     def _share(self, batch: MicroBatch | None) -> tuple[float, float]:
-        """Return how this rank's mean is weighed against an equal share, and how many full batches the global batch counts as."""
+        """Return the weight of this rank's mean (1 for an equal share), and the size of the global batch in full batches."""
         shares = None if batch is None else batch.shares
         if shares is None:
             return 1.0, 1.0
         counted = shares.counted
         return self.world_size * counted[self._rank] / shares.full, sum(counted) / shares.full
 
-    def _weigh(self, concerned: Sequence[PreparedModel], reached: Sequence[PreparedModel], weight: float) -> list[float]:
-        """Add the weight of a sum to the models that it reaches, and return what the sums of each model are divided by."""
-        for model in concerned:
+    def _weigh(self, affected: Sequence[PreparedModel], reached: Sequence[PreparedModel], weight: float) -> list[float]:
+        """Add the weight of a sum to the models that it reaches, and return the divisor of each model's sums."""
+        for model in affected:
             if model in reached:
                 model.accumulation.add_sum(weight)
-        weighed = [model.accumulation for model in concerned if model.accumulation.weighs]
-        if concerned[0].accumulation.closing:
+        weighed = [model.accumulation for model in affected if model.accumulation.is_weighted]
+        if affected[0].accumulation.closing:
             totals = self._sum_over_ranks([accumulation.total for accumulation in weighed])
             found = {id(own): own.sum_divisor(total) for own, total in zip(weighed, totals, strict=True)}
         else:
@@ -431,27 +430,27 @@ class Stepper:
             if new:  # once: the same estimate on every rank, so that gradients can be averaged at any time
                 mean = self._sum_over_ranks([weight])[0]
                 for accumulation in new:
-                    accumulation.guess(mean)
+                    accumulation.set_estimate(mean)
             found = {id(accumulation): accumulation.estimate or 1.0 for accumulation in weighed}
-        return [found.get(id(model.accumulation), 1.0) for model in concerned]
+        return [found.get(id(model.accumulation), 1.0) for model in affected]
 
     def _sum_over_ranks(self, weights: list[float]) -> list[float]:
         """Return the sum of the weights over all ranks, divided by the number of ranks."""
         if self.joined:
             raise StateError(
-                "backward(weight=...) adds weights up over all processes, and in join_uneven_inputs some may be done already: "
-                "leave out the weight there, or leave out join_uneven_inputs: without it gradients are exact, too"
+                "backward(weight=...) sums weights over all processes, but in join_uneven_inputs some processes may have finished: "
+                "leave out the weight there, or leave out join_uneven_inputs (gradients are exact without it)"
             )
-        return [total / self.world_size for total in self._total(weights)]
+        return [total / self.world_size for total in self._sum_numbers(weights)]
 
     def _backward_outside(self, loss: torch.Tensor, weight: Any, batch: MicroBatch | None, kwargs: dict[str, Any]) -> None:
-        """Run a backward pass outside of `accumulate`: an update of its own for the models that it reaches."""
+        """Run a backward pass outside of `accumulate`, which is a whole update for the models that it reaches."""
         reached = self._reached(loss, weight is not None)
         for model in reached:
             if model.accumulation.index:
                 model.accumulation.reset()
             self.strategy.set_sync(model.prepared, True)
-        self.state.sync_gradients, self.outside = True, True
+        self.state.sync_gradients, self.backward_outside_block = True, True
         steps = self._steps(batch)
         if steps > 1:
             warn_outside_accumulate(self.warned, steps)
@@ -477,9 +476,9 @@ class Stepper:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def _update_scale(self) -> None:
-        """Update the loss scale, and rescale gradients that were made with the old one."""
+        """Update the loss scale, and rescale gradients that were computed with the old scale."""
         waiting = [model for model in self.models if model.gradients()]
-        ratio = self.scaler.flush(want_ratio=bool(waiting))
+        ratio = self.scaler.apply_pending_update(want_ratio=bool(waiting))
         if ratio != 1.0:
             for model in waiting:
                 model.rescale(ratio)
@@ -487,24 +486,24 @@ class Stepper:
     # -- saved and restored (loop_state.py) ---------------------------------------------------------------------------
 
     def loop_state(self) -> dict[str, Any]:
-        """Return where the windows stand, in plain data: the state of one rank. Call it before the state of the loss scaler.
+        """Return the state of the windows on this rank as plain data. Call it before reading the state of the loss scaler.
 
-        A loss scale that is due is updated now, as the next loss would do it, with the gradients that were made with the old one.
+        A pending update of the loss scale is applied now, as the next loss would do, and present gradients are rescaled.
         """
-        if self.scaler.due:
+        if self.scaler.update_pending:
             self._update_scale()
         states = [model.accumulation.state() for model in self.models]
-        return {"windows": states, "sync_gradients": self.state.sync_gradients, "loose": self.outside}
+        return {"windows": states, "sync_gradients": self.state.sync_gradients, "loose": self.backward_outside_block}
 
     def check(self, state: Any, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Raise unless these can be restored here; change nothing."""
-        from slipstream.training.loop_state import check_gradients, check_loop_state  # of checkpoints: a step needs none of it
+        """Raise unless this state and these gradients can be restored; change nothing."""
+        from slipstream.training.loop_state import check_gradients, check_loop_state  # not needed by a training step
 
         check_loop_state(state, [type(model.original).__name__ for model in self.models])
         check_gradients([model.original for model in self.models], gradients)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore saved windows; their gradients come by `set_gradients`."""
+        """Restore saved windows; `set_gradients` restores their gradients."""
         self.check(state)
         for model, saved in zip(self.models, state["windows"], strict=True):
             model.accumulation.restore(saved)
@@ -512,52 +511,53 @@ class Stepper:
             self.accumulates |= not model.accumulation.closing
         self.block = self._outside_batch = None
         self.blocks.clear()
-        self.state.sync_gradients, self.outside = state["sync_gradients"], state["loose"]
+        self.state.sync_gradients, self.backward_outside_block = state["sync_gradients"], state["loose"]
 
     def open_gradients(self) -> dict[str, torch.Tensor] | None:
-        """Return the gradients on this rank of an update still to come, named as "0.weight" (first model); None if there are none."""
+        """Return this rank's gradients of open windows by name ("0.weight" is of the first model); None if there are none."""
         from slipstream.training.loop_state import collect_gradients
 
-        waiting = [self.outside or (model.accumulation.pending and not model.accumulation.closing) for model in self.models]
+        waiting = [self.backward_outside_block or (model.accumulation.pending and not model.accumulation.closing) for model in self.models]
         return collect_gradients([model.original if open_ else None for model, open_ in zip(self.models, waiting, strict=True)]) or None
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        """Restore gradients; parameters without one here have none afterwards."""
+        """Restore gradients; clear those of all other parameters."""
         from slipstream.training.loop_state import set_gradients
 
         set_gradients([model.original for model in self.models], gradients)
 
 
 def _choose_divisor(
-    concerned: Sequence[PreparedModel], divisors: Sequence[float], reached: Sequence[PreparedModel], weighs: bool
+    affected: Sequence[PreparedModel], divisors: Sequence[float], reached: Sequence[PreparedModel], weighs: bool
 ) -> tuple[float, list[tuple[PreparedModel, float]]]:
-    """Return what a loss is divided by, which may count for several models at different places of their windows.
+    """Return (divisor, corrections) for a loss that may count for several models at different positions of their windows.
 
-    The gradients that are there are brought to that divisor now; those of models that need another one in the end are told, to be
-    corrected after the backward pass. Models that the loss does not reach get their own divisor at once, if it is of their kind.
+    Accumulated gradients of the models that the loss reaches are brought to the divisor now. After the backward pass, the models in
+    `corrections` must be rescaled to their own divisor. Models that the loss does not reach get their own divisor now if their losses are
+    of the same kind.
     """
-    pairs = list(zip(concerned, divisors, strict=True))
-    taking = [pair for pair in pairs if pair[0] in reached]
-    divisor = next((own for model, own in taking if model.accumulation.carried is not None), (taking or pairs)[0][1])
-    later = []
+    pairs = list(zip(affected, divisors, strict=True))
+    reached_pairs = [pair for pair in pairs if pair[0] in reached]
+    divisor = next((own for model, own in reached_pairs if model.accumulation.gradient_divisor is not None), (reached_pairs or pairs)[0][1])
+    corrections = []
     for model, own in pairs:
         accumulation = model.accumulation
-        takes = model in reached
-        if not takes and (accumulation.carried is None or not accumulation.closing or accumulation.weighs != weighs):
+        is_reached = model in reached
+        if not is_reached and (accumulation.gradient_divisor is None or not accumulation.closing or accumulation.is_weighted != weighs):
             continue
-        factor = accumulation.settle(divisor if takes else own)
+        factor = accumulation.change_divisor(divisor if is_reached else own)
         if factor != 1.0:
             model.rescale(factor)
-        if takes and own != divisor and accumulation.closing:
-            later.append((model, own))
-    return divisor, later
+        if is_reached and own != divisor and accumulation.closing:
+            corrections.append((model, own))
+    return divisor, corrections
 
 
 def run_timed(meter: Meter | None, phase: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function as one phase of the step; without a meter, just call it.
+    """Call a function and record its time as one phase of the step; without a meter, only call it.
 
-    This is where forward, backward, clipping and the optimizer write their marks. The call costs 0.1 microseconds more than the same lines
-    inlined (measured: 0.3 instead of 0.2 for a phase, five phases in a step). It stands here because every step enters this module anyway.
+    Forward, backward and the optimizer record their times here. The call costs 0.1 microseconds more than the same lines inlined
+    (measured: 0.3 instead of 0.2 per phase, five phases per step). It is in this module because every step enters it anyway.
     """
     if meter is None:
         return function(*args, **kwargs)
@@ -575,23 +575,22 @@ def run_timed(meter: Meter | None, phase: int, function: Callable[..., Any], *ar
 
 
 class TimedForward:
-    """Marks how long the forward passes of a prepared model take; it stands where torch keeps a compiled call.
+    """Records how long the forward passes of a prepared model take, in the attribute where torch keeps a compiled call.
 
-    The model stays what it is: its class, its `forward`, its state and its hooks. A copy of it, or what is read from a pickle of it, is
-    without.
+    The model keeps its class, `forward`, state and hooks. Copies and unpickled models are not timed.
     """
 
-    __slots__ = ("_meter", "_module", "beneath")
+    __slots__ = ("_meter", "_module", "compiled_call")
 
-    def __init__(self, module: torch.nn.Module, meter: Meter, beneath: Callable[..., Any] | None) -> None:
-        self._module = weakref.ref(module)  # which holds this: a cycle would keep it until garbage is collected
+    def __init__(self, module: torch.nn.Module, meter: Meter, compiled_call: Callable[..., Any] | None) -> None:
+        self._module = weakref.ref(module)  # the module holds this object: a cycle would delay freeing its weights
         self._meter = meter
-        self.beneath = beneath
+        self.compiled_call = compiled_call
         """The compiled call of the model, if it is compiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.beneath or self._module()._call_impl  # type: ignore[union-attr]  # it is being called
-        if _is_compiling():  # this is being compiled: a clock cannot be
+        call = self.compiled_call or self._module()._call_impl  # type: ignore[union-attr]  # it is being called
+        if _is_compiling():  # a clock cannot be compiled
             return call(*args, **kwargs)
         meter = self._meter
         result = run_timed(meter, FORWARD if _is_grad_enabled() else EVALUATION, call, *args, **kwargs)
@@ -604,11 +603,11 @@ class TimedForward:
 
 
 def time_forward(model: torch.nn.Module, meter: Meter | None) -> None:
-    """Record the forward passes of a model on this meter, in place of an earlier one; None stops recording."""
+    """Record the forward passes of a model on `meter`, replacing an earlier one; None stops recording."""
     # torch internals: `_compiled_call_impl` is what `nn.Module.__call__` runs instead of the hooks and `forward` (torch 2.13). Wrapping
     # `forward` would hide its signature and time the hooks apart. tests/observability/test_ledger.py notices a change; it can go when
     # torch has a hook around the whole call.
-    own = vars(model)  # past the `__setattr__` of wrappers
-    present = own.get("_compiled_call_impl")
-    beneath = present.beneath if isinstance(present, TimedForward) else present
-    own["_compiled_call_impl"] = beneath if meter is None else TimedForward(model, meter, beneath)
+    attributes = vars(model)  # wrappers may define `__setattr__`
+    present = attributes.get("_compiled_call_impl")
+    compiled_call = present.compiled_call if isinstance(present, TimedForward) else present
+    attributes["_compiled_call_impl"] = compiled_call if meter is None else TimedForward(model, meter, compiled_call)

@@ -169,7 +169,7 @@ class Guards:
         from slipstream.observability.guards.replicas import ComparisonPoint, next_comparison
 
         every = self.options.drift_every
-        if every is None or linked.stepper.parted:
+        if every is None or linked.stepper.updates_may_differ:
             return math.inf
         count = self._comparisons[optimizer] = self._comparisons.get(optimizer, 0) + 1
         updates = linked.updates
@@ -223,7 +223,7 @@ class Guards:
         from slipstream.observability.guards.schedules import ScheduleLength, find_unfinished
 
         stepper = self._stepper()
-        if stepper is not None and stepper.cut_short:
+        if stepper is not None and stepper.trigger_fired:
             return  # as early stopping does it: the rest of the schedule was not wanted
         steps = 1 if stepper is None else stepper.state.num_steps
         for scheduler in self._prepared("schedulers"):
@@ -244,7 +244,7 @@ class Guards:
         from slipstream.observability.guards.replicas import ComparisonPoint
 
         stepper = self._stepper()
-        if self._all_models is None or stepper is None or stepper.parted:
+        if self._all_models is None or stepper is None or stepper.updates_may_differ:
             return
         updates = max((optimizer.updates for optimizer in self._prepared("optimizers")), default=0) or self._step() or 0
         if updates and (named := _comparable_parameters(stepper.models)):

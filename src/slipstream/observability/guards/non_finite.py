@@ -203,14 +203,16 @@ class UpdateGuard:
         """Return whether to skip this update; with `on_nan="raise"`, raise an error instead."""
         if closure is not None:
             raise ConfigError(
-                f"{type(linked.inner).__name__}.step(closure) with on_nan={'raise' if self._raises else 'skip'!r}: the closure computes "
-                "gradients within the step, where they cannot be looked at before. Write on_nan='warn', or take an optimizer without one."
+                f"{type(linked.optimizer).__name__}.step(closure) with on_nan={'raise' if self._raises else 'skip'!r}: the closure "
+                "computes gradients within the step, where they cannot be checked before. Write on_nan='warn', or take an optimizer "
+                "without one."
             )
         if linked.scales:
             self._count_streak(optimizer)
             return False
         models = linked.models
-        gradients = [parameter.grad for group in linked.inner.param_groups for parameter in group["params"] if parameter.grad is not None]
+        groups = linked.optimizer.param_groups
+        gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
         finite = all_finite(gradients)
         sharded = any(type(gradient) is not torch.Tensor and hasattr(gradient, "to_local") for gradient in gradients)
         if sharded:
