@@ -47,8 +47,8 @@ class Accumulation:
 
     __slots__ = (
         "_batch_counted", "_batch_weight", "_ended_by_loader", "_estimate", "_micro_batches", "_micro_batches_per_batch", "_total",
-        "_weight", "backward_done", "batch", "batches_trained", "closed_early", "closing", "expected", "gradient_divisor", "index", "is_whole_window",
-        "loss_kind", "named", "passes",
+        "_weight", "backward_done", "batch", "batches_trained", "closed_early", "closing", "expected", "gradient_divisor", "index",
+        "is_whole_window", "loss_kind", "named", "passes",
     )  # fmt: skip
 
     def __init__(self) -> None:
