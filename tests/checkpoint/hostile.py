@@ -59,7 +59,7 @@ def make(folder: Path) -> None:
 
 def attacks(*, everything: bool = True) -> Iterator[Attack]:
     """All of them; or of those that are made for many files and fields alike, every fourth."""
-    for make_some in (_mixed, _texts, _lists, _ranks, _sizes, _pieces):
+    for make_some in (_mixed, _texts, _lists, _ranks, _sizes, _shards):
         yield from make_some()
     for make_some in (_damage, _kinds, _fields, _entries, _names, _layouts, _trees, _pickles):
         for number, attack in enumerate(make_some()):
@@ -751,83 +751,83 @@ def _listed_object(folder: Path, name: str) -> None:
     edit(folder, lambda body: body["objects"].append(name))
 
 
-# -- tensors in pieces --------------------------------------------------------------------------------------------------
+# -- tensors in shards --------------------------------------------------------------------------------------------------
 
-PIECES = ("model-rank-00001-of-00002.safetensors", "model-rank-00002-of-00002.safetensors")
+SHARD_FILES = ("model-rank-00001-of-00002.safetensors", "model-rank-00002-of-00002.safetensors")
 
 
-def in_pieces(folder: Path) -> None:
-    """The same checkpoint with its first tensor in two pieces, as two ranks would have saved it."""
+def in_shards(folder: Path) -> None:
+    """The same checkpoint with its first tensor in two shards, as two ranks would have saved it."""
     (length,) = struct.unpack("<Q", (folder / SHARDS[0]).read_bytes()[:8])
     data = (folder / SHARDS[0]).read_bytes()[8 + length :]
     body = body_of(folder)
     for name in (SHARDS[0], INDEX):
         (folder / name).unlink()
         del body["files"][name]
-    body["models"][0].update(files=[SHARDS[1]], index=None, pieces=list(PIECES))
+    body["models"][0].update(files=[SHARDS[1]], index=None, pieces=list(SHARD_FILES))
     seal(folder, body)
-    for number, name in enumerate(PIECES):
-        put_piece(folder, name, piece([3 * number, 0], [3, 4], data[48 * number : 48 * (number + 1)]))
+    for number, name in enumerate(SHARD_FILES):
+        put_shard(folder, name, shard([3 * number, 0], [3, 4], data[48 * number : 48 * (number + 1)]))
 
 
-def piece(offsets: Any, shape: list[int], data: bytes, *, whole: Any = (6, 4), dtype: str = "F32", name: str = "embed.weight") -> bytes:
-    """A file with one piece of a tensor, whatever is said of it."""
+def shard(offsets: Any, shape: list[int], data: bytes, *, whole: Any = (6, 4), dtype: str = "F32", name: str = "embed.weight") -> bytes:
+    """A file with one shard of a tensor, whatever is said of it."""
     said = json.dumps({name: {"saved_offsets": offsets, "global_shape": list(whole) if isinstance(whole, tuple) else whole}})
     return safetensors({"__metadata__": {"DCP_SHARDING_INFO": said}, "embed.weight": tensor(0, len(data), shape, dtype)}, data)
 
 
-def put_piece(folder: Path, name: str, data: bytes, sums: bytes | None = None) -> None:
-    """Replaces a file of pieces and the sums of its blocks; both fit, unless other sums are given."""
+def put_shard(folder: Path, name: str, data: bytes, sums: bytes | None = None) -> None:
+    """Replaces a file of shards and the sums of its blocks; both fit, unless other sums are given."""
     put(folder, name, data)
     put(folder, name.replace(".safetensors", ".blocks"), bytes.fromhex(digest(data)) if sums is None else sums)
 
 
-def _pieces() -> Iterator[Attack]:
+def _shards() -> Iterator[Attack]:
     row, all_of_it = bytes(48), bytes(96)
     changed: dict[str, tuple[bytes, bytes | None]] = {
-        "overlapping the other": (piece([2, 0], [3, 4], row), None),
-        "the same as the other": (piece([0, 0], [3, 4], row), None),
-        "with a hole before it": (piece([4, 0], [2, 4], bytes(32)), None),
-        "all of it": (piece([0, 0], [6, 4], all_of_it), None),
-        "beyond the tensor": (piece([4, 0], [3, 4], row), None),
-        "far beyond the tensor": (piece([2**62, 0], [3, 4], row), None),
-        "of a larger tensor": (piece([3, 0], [3, 4], row, whole=(60, 4)), None),
-        "of a tensor of 2^62 elements": (piece([3, 0], [3, 4], row, whole=(2**62, 4)), None),
-        "of a tensor of 2^62 nothings": (piece([0, 0], [0, 4], b"", whole=(0, 2**62)), None),
-        "of another type": (piece([3, 0], [3, 4], row, dtype="I32"), None),
-        "of fewer dims": (piece([3], [3, 4], row), None),
-        "with a negative beginning": (piece([-3, 0], [3, 4], row), None),
-        "with a fraction": (piece([3.0, 0], [3, 4], row), None),
-        "with true": (piece([True, 0], [3, 4], row), None),
-        "with no beginning": (piece(None, [3, 4], row), None),
-        "with a text for a shape": (piece([3, 0], [3, 4], row, whole="6x4"), None),
-        "said of another tensor": (piece([3, 0], [3, 4], row, name="other"), None),
+        "overlapping the other": (shard([2, 0], [3, 4], row), None),
+        "the same as the other": (shard([0, 0], [3, 4], row), None),
+        "with a hole before it": (shard([4, 0], [2, 4], bytes(32)), None),
+        "all of it": (shard([0, 0], [6, 4], all_of_it), None),
+        "beyond the tensor": (shard([4, 0], [3, 4], row), None),
+        "far beyond the tensor": (shard([2**62, 0], [3, 4], row), None),
+        "of a larger tensor": (shard([3, 0], [3, 4], row, whole=(60, 4)), None),
+        "of a tensor of 2^62 elements": (shard([3, 0], [3, 4], row, whole=(2**62, 4)), None),
+        "of a tensor of 2^62 nothings": (shard([0, 0], [0, 4], b"", whole=(0, 2**62)), None),
+        "of another type": (shard([3, 0], [3, 4], row, dtype="I32"), None),
+        "of fewer dims": (shard([3], [3, 4], row), None),
+        "with a negative beginning": (shard([-3, 0], [3, 4], row), None),
+        "with a fraction": (shard([3.0, 0], [3, 4], row), None),
+        "with true": (shard([True, 0], [3, 4], row), None),
+        "with no beginning": (shard(None, [3, 4], row), None),
+        "with a text for a shape": (shard([3, 0], [3, 4], row, whole="6x4"), None),
+        "said of another tensor": (shard([3, 0], [3, 4], row, name="other"), None),
         "without a word": (safetensors({"embed.weight": tensor(0, 48, [3, 4])}, row), None),
         "that is a pickle": (_PICKLE, None),
-        "with sums of something else": (piece([3, 0], [3, 4], row), bytes(16)),
-        "with no sums": (piece([3, 0], [3, 4], row), b""),
-        "with too many sums": (piece([3, 0], [3, 4], row), bytes(32)),
-        "with half a sum": (piece([3, 0], [3, 4], row), bytes(8)),
+        "with sums of something else": (shard([3, 0], [3, 4], row), bytes(16)),
+        "with no sums": (shard([3, 0], [3, 4], row), b""),
+        "with too many sums": (shard([3, 0], [3, 4], row), bytes(32)),
+        "with half a sum": (shard([3, 0], [3, 4], row), bytes(8)),
     }
     for words, (data, sums) in changed.items():
         yield Attack(
-            f"a piece {words}",
-            lambda folder, data=data, sums=sums: (in_pieces(folder), put_piece(folder, PIECES[1], data, sums)),
+            f"a shard {words}",
+            lambda folder, data=data, sums=sums: (in_shards(folder), put_shard(folder, SHARD_FILES[1], data, sums)),
             "checkpoint_2",
         )
     for words, replace in _REPLACED.items():
         yield Attack(
-            f"{words} in place of a piece",
-            lambda folder, replace=replace: (in_pieces(folder), replace(folder / PIECES[1], folder)),
-            PIECES[1],
+            f"{words} in place of a shard",
+            lambda folder, replace=replace: (in_shards(folder), replace(folder / SHARD_FILES[1], folder)),
+            SHARD_FILES[1],
         )
-    blocks = PIECES[1].replace(".safetensors", ".blocks")
+    blocks = SHARD_FILES[1].replace(".safetensors", ".blocks")
     models: dict[str, Callable[[Body], object]] = {
         "no list": lambda body: body["models"][0].update(pieces="x"),
         "a number": lambda body: body["models"][0].update(pieces=[3]),
-        "one twice": lambda body: body["models"][0].update(pieces=[PIECES[0], PIECES[0]]),
-        "one that is weights too": lambda body: body["models"][0]["files"].append(PIECES[1]),
-        "sums that are a piece": lambda body: body["models"][0]["pieces"].append(blocks),
+        "one twice": lambda body: body["models"][0].update(pieces=[SHARD_FILES[0], SHARD_FILES[0]]),
+        "one that is weights too": lambda body: body["models"][0]["files"].append(SHARD_FILES[1]),
+        "sums that are a shard": lambda body: body["models"][0]["pieces"].append(blocks),
         "outside": lambda body: body["models"][0]["pieces"].append("../secret"),
         "without sums": lambda body: body["files"].pop(blocks),
         "of a part that is none": lambda body: body.update(pieces={"nothing": []}),
@@ -835,18 +835,18 @@ def _pieces() -> Iterator[Attack]:
         "of a part, no list": lambda body: body.update(pieces={"optimizer.safetensors": 3}),
     }
     for words, change in models.items():
-        yield Attack(f"pieces: {words}", lambda folder, change=change: (in_pieces(folder), edit(folder, change)))
+        yield Attack(f"pieces: {words}", lambda folder, change=change: (in_shards(folder), edit(folder, change)))
     yield Attack(
         "pieces: one is left out",
-        lambda folder: (in_pieces(folder), edit(folder, lambda body: body["models"][0]["pieces"].pop())),
+        lambda folder: (in_shards(folder), edit(folder, lambda body: body["models"][0]["pieces"].pop())),
         "checkpoint_2",
     )
     yield Attack(
-        "a piece with a bit flipped",
-        lambda folder: (in_pieces(folder), _rewrite(folder / PIECES[1], lambda data: data[:-1] + b"\x01")),
-        PIECES[1],
+        "a shard with a bit flipped",
+        lambda folder: (in_shards(folder), _rewrite(folder / SHARD_FILES[1], lambda data: data[:-1] + b"\x01")),
+        SHARD_FILES[1],
     )
-    yield Attack("in pieces, and nothing else", in_pieces, refused=False)
+    yield Attack("in shards, and nothing else", in_shards, refused=False)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------------

@@ -617,7 +617,7 @@ def read_all(root: Path) -> dict[str, Any]:
         watch.folder, watch.heard = str(root / str(place)), []
         try:
             found = read_accelerate_checkpoint(root / str(place))
-            ended, said = "read", " ".join(found.said)
+            ended, said = "read", " ".join(found.warnings)
         except CheckpointError as error:
             ended, said = REFUSED, str(error)
         except BaseException as error:  # noqa: B036 - whatever else comes is a finding

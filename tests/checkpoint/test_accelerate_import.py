@@ -123,7 +123,7 @@ def test_several_of_everything_keep_numbers(tmp_path: Path) -> None:
     assert [model["weight"][0].item() for model in found.models] == [0, 1, 2]
     assert [state["param_groups"][0]["lr"] for state in found.optimizers] == [1, 2]
     assert found.objects == {0: {"n": 0}, 1: {"n": 1}}
-    assert "sampler_1.bin" in " ".join(found.said)
+    assert "sampler_1.bin" in " ".join(found.warnings)
     assert (sorted(found.ranks), found.world, found.step) == ([0, 1, 2], 3, 9)
 
 
@@ -160,7 +160,7 @@ def test_safetensors_before_pickled_weights(tmp_path: Path) -> None:
     layout.write(tmp_path, models=[{"weight": torch.zeros(1)}], safe=False)
     found = read_accelerate_checkpoint(tmp_path)
     assert found.models[0]["weight"].item() == 1
-    assert any("pytorch_model.bin was not read" in line for line in found.said)
+    assert any("pytorch_model.bin was not read" in line for line in found.warnings)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -170,7 +170,7 @@ def test_samplers_and_loaders_not_read(tmp_path: Path, parts: dict[str, Any], al
     layout.write(tmp_path, **parts)
     name = "sampler.bin" if "samplers" in parts else "dl_state_dict.bin"
     (tmp_path / name).write_bytes(b"damaged")
-    said = read_accelerate_checkpoint(tmp_path, allow_pickle=allowed).said
+    said = read_accelerate_checkpoint(tmp_path, allow_pickle=allowed).warnings
     assert any(name in line and "skip_first_batches" in line for line in said)
 
 
@@ -178,7 +178,7 @@ def test_what_library_never_noted_said(tmp_path: Path) -> None:
     """What the library never noted is said."""
     (tmp_path / "run").mkdir()
     torch.save({"n": 1}, tmp_path / "run" / "custom_checkpoint_0.pkl")
-    said = " ".join(read_accelerate_checkpoint(tmp_path / "run").said)
+    said = " ".join(read_accelerate_checkpoint(tmp_path / "run").warnings)
     assert "no position in the data" in said
     assert "no weights" in said
     assert "no random_states_0.pkl" in said
@@ -193,7 +193,7 @@ def test_random_states_of_devices(tmp_path: Path) -> None:
     found = read_accelerate_checkpoint(tmp_path)
     same(found.ranks[0]["cuda"], rows)
     assert set(found.ranks[0]) == {"python", "numpy", "torch", "cuda"}
-    assert sum("no place here" in line for line in found.said) == 2
+    assert sum("no place here" in line for line in found.warnings) == 2
 
 
 # -- what is no data
@@ -218,7 +218,7 @@ def test_other_classes_need_allow_pickle(tmp_path: Path) -> None:
     Marked.made = 0
     found = read_accelerate_checkpoint(tmp_path)
     assert (found.objects, found.unread, Marked.made) == ({0: {"n": 1}}, {1}, 0)
-    assert any("custom_checkpoint_1.pkl" in line and "Marked" in line and "allow_pickle=True" in line for line in found.said)
+    assert any("custom_checkpoint_1.pkl" in line and "Marked" in line and "allow_pickle=True" in line for line in found.warnings)
     allowed = read_accelerate_checkpoint(tmp_path, allow_pickle=True)
     assert (allowed.objects[1]["inner"][0].value, allowed.unread, Marked.made) == (3, set(), 1)
 

@@ -133,7 +133,7 @@ def test_object_refuses_leaves_rest_as(run: Run, tmp_path: Path) -> None:
     next(iter(steps(run, run.loader)))
     run.counter.seen = []
     before = living(run)
-    with pytest.raises(CheckpointError, match=r"registered object 1 \(Stubborn\) does not take its state \(KeyError: 'patience'\)"):
+    with pytest.raises(CheckpointError, match=r"registered object 1 \(Stubborn\) rejected its state \(KeyError: 'patience'\)"):
         run.accelerator.load_state(tmp_path / "more")
     after = living(run)
     assert after[0].pop("object") != before[0].pop("object")  # objects before it have no way back

@@ -180,7 +180,7 @@ def _flat(optimizer: Any) -> list[torch.Tensor]:
 
 
 def sharded(folder: Path) -> None:
-    for name, shard in (("whole", by_columns), ("pieces", by_columns), ("pieces", fully)):
+    for name, shard in (("whole", by_columns), ("shards", by_columns), ("shards", fully)):
         accelerator, model, optimizer = prepared(shard, seed=5)
         average = Average(model)
         accelerator.register_for_checkpointing(average)
@@ -200,9 +200,9 @@ def save_sharded(folder: Path, shard: Any) -> None:
 
 
 def test_what_sharded(tmp_path: Path, ranks: Ranks) -> None:
-    """What a rank holds of sharded tensors has memory of its own, whether it was stored whole or in pieces."""
+    """What a rank holds of sharded tensors has memory of its own, whether it was stored whole or in shards."""
     save_sharded(tmp_path / "whole", not_at_all)
-    ranks(2).run(save_sharded, tmp_path / "pieces", fully)
+    ranks(2).run(save_sharded, tmp_path / "shards", fully)
     ranks(2).run(sharded, tmp_path)
 
 

@@ -381,11 +381,11 @@ def other(*, short: bool) -> Run:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda: begin(batch_size=8), "an update has 8 samples now, and had 4"),
-        (lambda: begin(gradient_accumulation_steps=4), "an update has 16 samples now, and had 4"),
-        (lambda: begin(mixed_precision="bf16"), "mixed_precision is 'bf16' now, and was 'no'"),
-        (lambda: begin(mixed_precision="fp16"), "mixed_precision is 'fp16' now, and was 'no'"),
-        (lambda: other(short=True), "loader 0 reads other data: length 100 now, 160 before"),
+        (lambda: begin(batch_size=8), "the effective batch size is 8 now and was 4"),
+        (lambda: begin(gradient_accumulation_steps=4), "the effective batch size is 16 now and was 4"),
+        (lambda: begin(mixed_precision="bf16"), "mixed_precision is 'bf16' now and was 'no'"),
+        (lambda: begin(mixed_precision="fp16"), "mixed_precision is 'fp16' now and was 'no'"),
+        (lambda: other(short=True), "loader 0 reads different data: length 100 now, 160 before"),
         (lambda: other(short=False), "step_size 9 in the script, 5 in the checkpoint"),
     ],
     ids=["batch", "accumulation", "bf16", "fp16", "data", "schedule"],
@@ -395,7 +395,7 @@ def test_what_changes_meaning_of_run_said(tmp_path: Path, caplog: pytest.LogCapt
     where = trained().accelerator.save_state(tmp_path / "first")
     run = change()
     before = run.weights().clone()
-    with pytest.raises(CheckpointError, match="means something else") as raised:
+    with pytest.raises(CheckpointError, match="run with different settings") as raised:
         run.accelerator.load_state(where, strict=True)
     assert words in str(raised.value)
     assert torch.equal(run.weights(), before)
@@ -461,7 +461,7 @@ def test_evaluation_loads_what_prepared(tmp_path: Path, caplog: pytest.LogCaptur
     assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), run.weights())
     said = warnings_of(caplog)
     for what in ("1 optimizer,", "1 scheduler,", "1 registered object,"):
-        assert f"holds {what} and this run has none: that is left out, which is fine for evaluation" in said
+        assert f"holds {what} and this run has none: it is ignored, which is fine for evaluation" in said
 
 
 def test_another_optimizer_told_by_parameters(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_another_optimizer_told_by_parameters(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5))
     accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(CheckpointError, match=r"optimizer 0 \(AdamW\) was saved with groups of \[4\] parameters, and has \[1, 1, 1, 1\]"):
+    with pytest.raises(CheckpointError, match=r"optimizer 0 \(AdamW\) was saved with groups of \[4\] parameters and has \[1, 1, 1, 1\]"):
         accelerator.load_state(where)
 
 
@@ -497,7 +497,7 @@ def test_save_hook_takes_over_weights(tmp_path: Path) -> None:
     assert "model.safetensors" not in names(where)
     assert names(where / "unet") == ["weights.pt"]
     again = begin()
-    with pytest.raises(CheckpointError, match=r"no weights of model 0 \(Sequential\).*a hook took them out.*register_load_state_pre_hook"):
+    with pytest.raises(CheckpointError, match=r"no weights of model 0 \(Sequential\).*a save hook removed them.*register_load_state"):
         again.accelerator.load_state(where)
     loading = again.accelerator.register_load_state_pre_hook(load)
     again.accelerator.load_state(where)

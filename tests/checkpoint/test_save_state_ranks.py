@@ -18,6 +18,7 @@ from runs import Run, begin, steps
 from test_async_save import HeldDisk
 from test_save_state import numbering, train
 
+from slipstream import Accelerator
 from slipstream.files.disk import Disk
 from slipstream.utils import set_seed
 
@@ -273,7 +274,7 @@ def test_fewer_and_more_processes(ranks: Any, tmp_path: Path) -> None:
     outcomes = ranks(3).outcomes(load, 3)
     assert [outcome.summary for outcome in (alone, *outcomes)] == ["returned"] * 4
     assert alone.output == outcomes[0].output == outcomes[1].output == ""
-    assert "has no random state of rank 2 (it was saved by 2 processes, and there are 3 now)" in outcomes[2].output
+    assert "has no random state of rank 2 (it was saved by 2 processes and there are 3 now)" in outcomes[2].output
     assert alone.value == outcomes[0].value
 
 
@@ -300,3 +301,25 @@ def test_broken_rank_file_passed_over(ranks: Any, tmp_path: Path) -> None:
     main, other = ranks(2).outcomes(load, path.parent)
     assert f"{path.name} is damaged" in other.summary
     assert "rank 1 raised CheckpointError" in main.summary
+
+
+class LoadsOnMainAlone(torch.nn.Linear):
+    """A model that refuses to load on every rank but 0, when everything was compared already."""
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        if torch.distributed.get_rank():
+            raise RuntimeError("no memory left on this device")
+        return super().load_state_dict(*arguments, **options)
+
+
+def test_late_failure_raises_everywhere(ranks: Any, tmp_path: Path) -> None:
+    """A rank that fails while weights are assigned makes every rank raise, and the error says that the state cannot be used."""
+    def save_and_load() -> None:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(LoadsOnMainAlone(2, 2))
+        accelerator.load_state(accelerator.save_state(tmp_path / "first"))
+
+    for outcome in ranks(2).outcomes(save_and_load):
+        assert "was loaded in part" in outcome.summary
+        assert "no memory left on this device" in outcome.summary
+        assert "cannot be used" in outcome.summary

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from slipstream.checkpoint.shard_layout import (
     SHARDING,
     Box,
-    PiecePosition,
+    ShardPosition,
     cover_box,
     describe_positions,
     element_runs,
@@ -73,22 +73,22 @@ def test_any_cut_gives_any_box(data: st.DataObject) -> None:
     """Any cut of a tensor gives any box of it."""
     shape, (wanted,) = data.draw(boxes(1))
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
-    pieces = []
+    shards = []
     for places in numpy.ndindex(*(len(cut) - 1 for cut in cuts)):
         edges = [(cut[place], cut[place + 1]) for cut, place in zip(cuts, places, strict=True)]
-        pieces.append(Box(tuple(start for start, _ in edges), tuple(end - start for start, end in edges)))
+        shards.append(Box(tuple(start for start, _ in edges), tuple(end - start for start, end in edges)))
     full = numpy.arange(numpy.prod(shape, dtype=int)).reshape(shape)
     made = numpy.full(wanted.shape, -1)
-    for number, part in cover_box(pieces, wanted):
-        made[part.relative_to(wanted).slices()] = full[pieces[number].slices()][part.relative_to(pieces[number]).slices()]
+    for number, part in cover_box(shards, wanted):
+        made[part.relative_to(wanted).slices()] = full[shards[number].slices()][part.relative_to(shards[number]).slices()]
     assert numpy.array_equal(made, full[wanted.slices()])
 
 
-@pytest.mark.parametrize("pieces", [[], [(0, 2)], [(0, 3), (2, 2), (1, 1)], [(0, 2), (0, 2)]])
-def test_pieces_not_whole_refused(pieces: list[tuple[int, int]]) -> None:
-    """Pieces that are not the whole are refused."""
-    with pytest.raises(ValueError, match="piece"):
-        list(cover_box([Box((start,), (length,)) for start, length in pieces], whole_box((4,))))
+@pytest.mark.parametrize("shards", [[], [(0, 2)], [(0, 3), (2, 2), (1, 1)], [(0, 2), (0, 2)]])
+def test_shards_not_whole_refused(shards: list[tuple[int, int]]) -> None:
+    """Shards that are not the whole are refused."""
+    with pytest.raises(ValueError, match="shard"):
+        list(cover_box([Box((start,), (length,)) for start, length in shards], whole_box((4,))))
 
 
 def layout_with(said: object) -> SafetensorsLayout:
@@ -96,9 +96,9 @@ def layout_with(said: object) -> SafetensorsLayout:
     return plan_layout([("weight", "F32", (2, 2))], metadata)[1]
 
 
-def test_file_says_pieces_holds() -> None:
-    """A file says which pieces it holds."""
-    places = {"weight": PiecePosition((4, 2), Box((2, 0), (2, 2)))}
+def test_file_says_shards_holds() -> None:
+    """A file says which shards it holds."""
+    places = {"weight": ShardPosition((4, 2), Box((2, 0), (2, 2)))}
     assert read_positions(plan_layout([("weight", "F32", (2, 2))], describe_positions(places))[1], "a file") == places
 
 

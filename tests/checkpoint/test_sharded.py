@@ -74,7 +74,7 @@ def test_four_ranks_to_two(tmp_path: Path, ranks: Ranks) -> None:
     """What four ranks saved is stored once and loaded by two."""
     ranks(4).run(save, tmp_path, replicated_too)
     held = open_checkpoint(tmp_path / "replicated_too").manifest
-    assert [len(model.pieces) for model in held.models] == [2]  # of four ranks, two hold the same
+    assert [len(model.shards) for model in held.models] == [2]  # of four ranks, two hold the same
     ranks(2).run(load, tmp_path, fully)
 
 
@@ -104,8 +104,8 @@ def test_files_of_sharded_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_pieces_too(tmp_path: Path, ranks: Ranks) -> None:
-    """Torch reads the pieces too."""
+def test_torch_reads_shards_too(tmp_path: Path, ranks: Ranks) -> None:
+    """Torch reads the shards too."""
     pytest.importorskip("safetensors")
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load as torch_load
 
@@ -116,8 +116,8 @@ def test_torch_reads_pieces_too(tmp_path: Path, ranks: Ranks) -> None:
     assert equal(there, {name: weights[name] for name in there})
 
 
-def test_pieces_merged_into_file(tmp_path: Path, ranks: Ranks) -> None:
-    """Pieces are merged into one file."""
+def test_shards_merged_into_file(tmp_path: Path, ranks: Ranks) -> None:
+    """Shards are merged into one file."""
     from safetensors.torch import load_file
 
     ranks(2).run(save, tmp_path, by_columns)
@@ -127,16 +127,16 @@ def test_pieces_merged_into_file(tmp_path: Path, ranks: Ranks) -> None:
     assert merged.keys() == weights.keys() - {"head.weight"}
 
 
-def test_pieces_loaded_into_plain_model(tmp_path: Path, ranks: Ranks) -> None:
-    """Weights in pieces are loaded into a model by themselves."""
+def test_shards_loaded_into_plain_model(tmp_path: Path, ranks: Ranks) -> None:
+    """Weights in shards are loaded into a model by themselves."""
     ranks(2).run(save, tmp_path, by_columns)
     model = net(5)
     load_checkpoint_in_model(model, tmp_path / "by_columns", strict=True)
     assert equal(dict(model.state_dict()), expected()[0])
 
 
-def test_commands_look_into_checkpoints_understand_pieces(tmp_path: Path, ranks: Ranks) -> None:
-    """The commands that look into checkpoints understand pieces."""
+def test_commands_look_into_checkpoints_understand_shards(tmp_path: Path, ranks: Ranks) -> None:
+    """The commands that look into checkpoints understand shards."""
     ranks(2).run(save, tmp_path, fully)
     save(tmp_path, not_at_all)
     sharded, plain = str(tmp_path / "fully"), str(tmp_path / "not_at_all")
@@ -161,7 +161,7 @@ def test_commands_look_into_checkpoints_understand_pieces(tmp_path: Path, ranks:
 
 
 def share_read(folder: Path) -> tuple[int, int]:
-    """How many bytes of pieces this rank reads in order to load, and how many there are."""
+    """How many bytes of shards this rank reads in order to load, and how many there are."""
     run = prepared(fully, seed=5, width=400_000)
     read: list[int] = []
     before = VerifiedBlockFile._read
@@ -258,14 +258,14 @@ def test_error_on_any_rank(tmp_path: Path, ranks: Ranks) -> None:
 
 
 def test_ranks_at_different_steps(tmp_path: Path, ranks: Ranks) -> None:
-    """Ranks at different places of the run do not make one checkpoint."""
+    """Ranks at different positions of the run do not make one checkpoint."""
     def apart() -> None:
         run = prepared(fully)
         run[2].updates = run[0].process_index
         run[0].save_state(tmp_path / "first")
 
     outcomes = ranks(2).outcomes(apart)
-    assert all("different places" in outcome.summary for outcome in outcomes)
+    assert all("different positions" in outcome.summary for outcome in outcomes)
     assert os.listdir(tmp_path) == []
 
 
@@ -289,22 +289,22 @@ def test_damage_found_before_changes(tmp_path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("twist", ["one is not listed", "one is listed in the place of another"])
-def test_pieces_not_whole_refused(tmp_path: Path, ranks: Ranks, twist: str) -> None:
-    """Pieces that are not the whole are refused."""
+def test_shards_not_whole_refused(tmp_path: Path, ranks: Ranks, twist: str) -> None:
+    """Shards that are not the whole are refused."""
     ranks(2).run(save, tmp_path, fully)
     folder = tmp_path / "fully"
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), MANIFEST)
     files, (model,) = dict(manifest.files), manifest.models
     if twist == "one is not listed":
-        model = replace(model, pieces=model.pieces[:1])
+        model = replace(model, shards=model.shards[:1])
     else:
-        for name in (model.pieces[0], checksums_name(model.pieces[0])):
+        for name in (model.shards[0], checksums_name(model.shards[0])):
             other = name.replace("00001-of", "00002-of")
             (folder / other).write_bytes((folder / name).read_bytes())
             files[other] = files[name]
     (folder / MANIFEST).write_bytes(replace(manifest, files=files, models=(model,)).dump())
     run = prepared(not_at_all, seed=5)
-    with pytest.raises(CheckpointError, match="cannot be put together: .* piece"):
+    with pytest.raises(CheckpointError, match="cannot be assembled: .* shard"):
         run[0].load_state(folder)
     assert equal(state(*run), state(*prepared(not_at_all, seed=5)))
 
@@ -342,7 +342,7 @@ def test_async_numbered_with_hooks_and_objects(tmp_path: Path, ranks: Ranks) -> 
 
 
 def test_damaged_newest_is_passed_over(tmp_path: Path, ranks: Ranks) -> None:
-    """The newest whole one is loaded if pieces of a newer one are damaged."""
+    """The newest whole one is loaded if shards of a newer one are damaged."""
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
 
     def train() -> None:
@@ -363,8 +363,8 @@ def test_damaged_newest_is_passed_over(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(2).run(go_on) == [(str(tmp_path / "checkpoints" / "checkpoint_0"), True)] * 2
 
 
-def test_unchanged_pieces_linked(tmp_path: Path, ranks: Ranks) -> None:
-    """Unchanged pieces are linked."""
+def test_unchanged_shards_linked(tmp_path: Path, ranks: Ranks) -> None:
+    """Unchanged shards are linked."""
     def twice() -> None:
         run = prepared(fully)
         for name in ("first", "second"):
@@ -408,19 +408,19 @@ def test_unseen_stage_is_an_error(tmp_path: Path) -> None:
 # -- the manifest -----------------------------------------------------------------------------------------------------
 
 
-def manifest_with(change: Callable[[dict[str, FileEntry]], None] = lambda files: None, **pieces: Any) -> bytes:
+def manifest_with(change: Callable[[dict[str, FileEntry]], None] = lambda files: None, **shards: Any) -> bytes:
     files = {name: FileEntry(1, "0" * 32) for name in ("a.safetensors", "a.blocks", "b.safetensors", "b.blocks", "optimizer.json")}
     change(files)
-    model = ModelEntry("Net", (), pieces=pieces.get("model", ("a.safetensors",)))
-    parts = pieces.get("parts", {"optimizer.json": ("b.safetensors",)})
-    return Manifest("1-0", 1, "now", "us", 2, "sharded", files=files, models=(model,), optimizers=("optimizer.json",), pieces=parts).dump()
+    model = ModelEntry("Net", (), shards=shards.get("model", ("a.safetensors",)))
+    parts = shards.get("parts", {"optimizer.json": ("b.safetensors",)})
+    return Manifest("1-0", 1, "now", "us", 2, "sharded", files=files, models=(model,), optimizers=("optimizer.json",), shards=parts).dump()
 
 
-def test_manifest_knows_files_of_pieces() -> None:
-    """A manifest knows files of pieces."""
+def test_manifest_knows_files_of_shards() -> None:
+    """A manifest knows files of shards."""
     manifest = parse_manifest(manifest_with(), MANIFEST)
     assert manifest.dump() == manifest_with()
-    assert manifest.all_pieces() == {"a.safetensors", "b.safetensors"}
+    assert manifest.shard_files() == {"a.safetensors", "b.safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_manifest_knows_files_of_pieces() -> None:
         manifest_with(model=(3,)),
     ],
 )
-def test_manifest_lists_pieces_once(data: bytes) -> None:
-    """A manifest whose pieces are not listed once is refused."""
+def test_manifest_lists_shards_once(data: bytes) -> None:
+    """A manifest whose shards are not listed once is refused."""
     with pytest.raises(CheckpointError, match=MANIFEST):
         parse_manifest(data, MANIFEST)

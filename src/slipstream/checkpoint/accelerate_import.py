@@ -9,7 +9,7 @@
 
 All but the weights were written by torch.save, that is with pickle. Files are opened inside the folder alone and read as data by
 `pickle_reader.py`; nothing is unpickled unless `allow_pickle=True`, and then only files that hold more than data. Random states are
-checked before they are handed on. What could not be taken over is listed in `AccelerateCheckpoint.said`. Neither the folder nor a live
+checked before they are handed on. What could not be taken over is listed in `AccelerateCheckpoint.warnings`. Neither the folder nor a live
 object is changed.
 """
 
@@ -46,8 +46,8 @@ _LARGEST_STATE = 2**20
 _OF_DEVICES = re.compile(r"torch_([a-z]+)_manual_seed", re.ASCII)
 
 
-def read_random_states(value: Any, where: str, said: list[str]) -> tuple[dict[str, Any], int]:
-    """Return the states in what a random_states file holds; `said` is told what was left out.
+def read_random_states(value: Any, where: str, warnings: list[str]) -> tuple[dict[str, Any], int]:
+    """Return the states in what a random_states file holds; `warnings` is told what was left out.
 
     >>> read_random_states({"step": 3, "random_state": None}, "random_states_0.pkl", [])
     Traceback (most recent call last):
@@ -67,7 +67,7 @@ def read_random_states(value: Any, where: str, said: list[str]) -> tuple[dict[st
         elif kind and any(family.type == kind[1] and family is not CPU for family in FAMILIES):
             states[kind[1]] = [_of_torch(entry, where) for entry in (state if isinstance(state, (list, tuple)) else [state])]
         elif name != "step":
-            said.append(f"{where} has a random state {name!r:.80}, for which there is no place here; it was left out")
+            warnings.append(f"{where} has a random state {name!r:.80}, for which there is no place here; it was left out")
     step = value.get("step", 0)
     if type(step) is not int or not 0 <= step < 2**60:
         raise CheckpointError(f"{where}: its step {step!r:.80} is no count")
@@ -141,7 +141,7 @@ class AccelerateCheckpoint:
     """Batches counted by the first process, as its accelerator counts them for accumulation."""
     world: int
     """Processes of the run that saved it."""
-    said: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     """What could not be taken over, a sentence each."""
     unread: set[int] = field(default_factory=set)
     """Numbers of registered objects that are there and could not be read."""
@@ -213,7 +213,7 @@ class _FolderReader:
         self._folder = folder
         self._names = names
         self._allow_pickle = allow_pickle
-        self._said: list[str] = []
+        self._warnings: list[str] = []
 
     def read(self, ranks: Container[int] | None) -> AccelerateCheckpoint:
         models = [self._model(number) for number in range(self._count_of_models())]
@@ -225,23 +225,23 @@ class _FolderReader:
         unread = {number for number, _ in custom} - set(objects)
         states, step, world = self._ranks(ranks)
         if not models:
-            self._said.append(f"{self._folder.path} holds no weights under a name that Accelerate gives; a hook may have written them")
+            self._warnings.append(f"{self._folder.path} holds no weights under a name that Accelerate gives; a hook may have written them")
         self._say_differences(bool(schedulers), world)
-        return AccelerateCheckpoint(models, optimizers, schedulers, scaler, states, objects, step, world, self._said, unread)
+        return AccelerateCheckpoint(models, optimizers, schedulers, scaler, states, objects, step, world, self._warnings, unread)
 
     def _say_differences(self, has_schedulers: bool, world: int) -> None:
         data_files = [name for stem in ("sampler", "dl_state_dict") for _, name in self._numbered(stem, ".bin")]
         if data_files:
-            self._said.append(
+            self._warnings.append(
                 f"{', '.join(map(self._where, data_files))}: not read, because the order of samples is another one here. Loaders begin at "
                 "their start; skip_first_batches(loader, n) leaves out as many batches as were read, with other samples in them."
             )
         else:
-            self._said.append(
+            self._warnings.append(
                 "Accelerate noted no position in the data here: loaders begin an epoch; skip_first_batches goes to where you know it was"
             )
         if has_schedulers and world > 1:
-            self._said.append(
+            self._warnings.append(
                 f"{self._folder.path} was saved by {world} processes of a library that moves schedulers {world} times per update: the "
                 "schedule goes on from where it is. Pass Accelerator(scheduler_steps_per_process=True) to go on moving it so."
             )
@@ -334,7 +334,7 @@ class _FolderReader:
             if (name := _numbered_name(stem, suffix + kind, number)) in self._names
         ]
         for name, _, _ in found[1:]:
-            self._said.append(f"{self._where(name)} was not read, because {found[0][0]} holds weights of the same model")
+            self._warnings.append(f"{self._where(name)} was not read, because {found[0][0]} holds weights of the same model")
         name, suffix, is_index = found[0]
         return self._sharded(name, suffix) if is_index else self._weights(name, suffix)
 
@@ -360,7 +360,7 @@ class _FolderReader:
             raise CheckpointError(f"{where} says that {missing[0]!r:.200} is in {places[missing[0]]}, and it is not: two saves are mixed")
         extra = sum(len(content) for content in files.values()) - len(places)
         if extra:
-            self._said.append(f"{where} does not list {extra} of the tensors in its files; they were left out")
+            self._warnings.append(f"{where} does not list {extra} of the tensors in its files; they were left out")
         return {tensor: files[name][tensor] for tensor, name in places.items()}
 
     # -- what may be left out
@@ -369,7 +369,7 @@ class _FolderReader:
         try:
             return (self._plain(name),)
         except NotPlainError as problem:
-            self._said.append(f"{problem} This registered object was left out.")
+            self._warnings.append(f"{problem} This registered object was left out.")
             return None
 
     def _ranks(self, wanted: Container[int] | None) -> tuple[dict[int, dict[str, Any]], int, int]:
@@ -380,15 +380,15 @@ class _FolderReader:
             if rank != 0 and wanted is not None and rank not in wanted:
                 continue
             try:
-                found, count = read_random_states(self._plain(name, _LARGEST_SMALL_FILE), self._where(name), self._said)
+                found, count = read_random_states(self._plain(name, _LARGEST_SMALL_FILE), self._where(name), self._warnings)
             except NotPlainError as problem:
-                self._said.append(f"{problem} The random states of rank {rank} were left out.")
+                self._warnings.append(f"{problem} The random states of rank {rank} were left out.")
                 continue
             step = count if rank == 0 else step
             if wanted is None or rank in wanted:
                 states[rank] = found
         if not files:
-            self._said.append(f"{self._folder.path} has no random_states_0.pkl: random states and the count of steps were not taken over")
+            self._warnings.append(f"{self._folder.path} has no random_states_0.pkl: random states and the step count were not restored")
         return states, step, max((rank + 1 for rank, _ in files), default=1)
 
 

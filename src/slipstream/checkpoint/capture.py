@@ -1,9 +1,9 @@
-"""Capture the state of a run for a save: the snapshot, its copies for async saving, and the receipt of the run.
+"""Capture the state of a run for a save: the snapshot, its copy for async saving, and the settings of the run.
 
-`capture_snapshot` asks every prepared and registered object for its state and flattens it at once, so what cannot be stored is an error
-at the call of `save_state`, and later changes of a dict change nothing. Tensors are still those of the run until `Arena.keep` copies
-them, which async saving does. The receipt records what decides the meaning of a run (effective batch size, data, schedule, precision);
-`describe_changes` compares it on load.
+`capture_snapshot` takes the state of every prepared and registered object and flattens it at once. A value that cannot be stored is an
+error in the call of `save_state`, and later changes of a dict have no effect. Tensors are those of the run until `Arena.keep` copies
+them for async saving. The settings (effective batch size, data, schedule, precision; the key "receipt" of the manifest) are stored with
+it, and `describe_changes` compares them on load.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import functools
 import hashlib
 import json
+import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ import numpy
 import torch
 
 from slipstream.checkpoint.serialize import flatten
-from slipstream.checkpoint.shard_layout import PiecePosition
+from slipstream.checkpoint.shard_layout import ShardPosition
 from slipstream.checkpoint.sharded import LocalShard, is_sharded, local_shards
 from slipstream.checkpoint.weights import split_state_dict
 from slipstream.data.fingerprint import describe_loader
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from slipstream.accelerator.components import Components
 
 __all__ = [
-    "Arena", "ModelPart", "PiecesPart", "RunFacts", "Snapshot", "StatePart", "capture_snapshot", "count_updates", "current_receipt",
+    "Arena", "ModelPart", "ShardedPart", "RunFacts", "Snapshot", "StatePart", "capture_snapshot", "count_updates", "current_settings",
     "describe_changes", "flatten_part", "make_stamp", "model_state_dicts", "numbered_name", "package_versions",
 ]
 
@@ -59,29 +60,29 @@ def _version(package: str) -> str:
 
 
 def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return what means something else now than when it was saved, each as a sentence; empty if nothing does.
+    """Return the differences between the settings of a checkpoint and of this run, a sentence each.
 
     >>> describe_changes({"effective_batch": 64}, {"effective_batch": 32})
-    ['an update has 32 samples now, and had 64: learning rate and schedule were chosen for the other']
+    ['the effective batch size is 32 now and was 64 when saved; learning rate and schedule may not fit']
     """
-    said = []
+    differences = []
     before, now = saved.get("effective_batch"), present.get("effective_batch")
     if before != now and before is not None and now is not None:
-        said.append(f"an update has {now} samples now, and had {before}: learning rate and schedule were chosen for the other")
+        differences.append(f"the effective batch size is {now} now and was {before} when saved; learning rate and schedule may not fit")
     before, now = saved.get("mixed_precision"), present.get("mixed_precision")
     if before != now:
-        said.append(f"mixed_precision is {now!r} now, and was {before!r}: results will not be the same")
-    said += _loader_changes(_pairs(saved, present, "loaders"))
-    said += _setting_changes("optimizer", _pairs(saved, present, "optimizers"))
-    said += _setting_changes("scheduler", _pairs(saved, present, "schedulers"))
-    return said
+        differences.append(f"mixed_precision is {now!r} now and was {before!r} when saved; results will differ")
+    differences += _loader_changes(_pairs(saved, present, "loaders"))
+    differences += _setting_changes("optimizer", _pairs(saved, present, "optimizers"))
+    differences += _setting_changes("scheduler", _pairs(saved, present, "schedulers"))
+    return differences
 
 
 _Pair: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def _pairs(saved: Mapping[str, Any], present: Mapping[str, Any], name: str) -> list[_Pair]:
-    """Return the entries of a list of two receipts, saved and present; a receipt of a later version may look otherwise."""
+    """Return the entries of a list in both settings, in pairs; entries of an unknown form, of a later version, are left out."""
     lists = [value if isinstance(value, list) else [] for value in (saved.get(name), present.get(name))]
     return [(before, now) for before, now in zip(*lists, strict=False) if isinstance(before, Mapping) and isinstance(now, Mapping)]
 
@@ -91,24 +92,24 @@ def _loader_changes(pairs: Sequence[_Pair]) -> Iterator[str]:
         names = [name for name in ("dataset", "length", "sampler", "drop_last", "even") if before.get(name) != now.get(name)]
         if names and before.get("order") != now.get("order"):
             different = "; ".join(f"{name} {now.get(name)!r} now, {before.get(name)!r} before" for name in names)
-            yield f"loader {number} reads other data: {different}"
+            yield f"loader {number} reads different data: {different}"
 
 
 def _setting_changes(what: str, pairs: Sequence[_Pair]) -> Iterator[str]:
-    """Yield the settings that the script now gives otherwise; those of the checkpoint are loaded over them."""
+    """Yield the settings that differ in the script; those of the checkpoint replace them."""
     for number, (before, now) in enumerate(pairs):
         old, new = before.get("settings"), now.get("settings")
         if before.get("kind") != now.get("kind"):
-            yield f"{what} {number} is {now.get('kind')} now, and was {before.get('kind')}"
+            yield f"{what} {number} is {now.get('kind')} now and was {before.get('kind')} when saved"
         elif isinstance(old, Mapping) and isinstance(new, Mapping):
             names = [name for name in new if name in old and new[name] != old[name]]
             different = "; ".join(f"{name} {new[name]!r} in the script, {old[name]!r} in the checkpoint" for name in names)
             if different:
-                yield f"{what} {number} ({now.get('kind')}) goes on with the settings of the checkpoint: {different}"
+                yield f"{what} {number} ({now.get('kind')}) continues with the settings of the checkpoint: {different}"
 
 
-_PIECE: Final = 64 << 20
-"""What a thread copies in one go: above half of the cache of a processor, copying bypasses the cache and is nearly twice as fast."""
+_COPY_SIZE: Final = 64 << 20
+"""Bytes that a thread copies at once: copies larger than half the processor's cache bypass it, and are nearly twice as fast."""
 _SMALL_COPY: Final = 8 << 20
 _COPIERS: Final = 4
 _Bytes: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
@@ -116,7 +117,7 @@ _Bytes: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 
 @dataclass(frozen=True)
 class StatePart:
-    """A flattened state: what JSON holds, and the tensors by name."""
+    """A flattened state: the JSON tree, and the tensors by name."""
 
     name: str
     tree: Any
@@ -136,26 +137,26 @@ class ModelPart:
     frozen: frozenset[str] = frozenset()
     """Names of weights that are not trained."""
     sharded: bool = False
-    """Whether some of its weights are sharded over ranks; those are not here."""
+    """Whether some of its weights are sharded; those are in a `ShardedPart`."""
 
 
 @dataclass(frozen=True)
-class PiecesPart:
-    """What this rank stores of the tensors of a model or a part that are sharded over ranks."""
+class ShardedPart:
+    """The shards that this rank stores of a model or of another part."""
 
     base: str
-    """Whose they are: the name of the model or part."""
+    """The name of the model or part."""
     tensors: Mapping[str, torch.Tensor]
-    places: Mapping[str, PiecePosition]
+    positions: Mapping[str, ShardPosition]
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of all sharded tensors of it, also of those that other ranks store."""
+    """The full shapes of all its sharded tensors, including those that only other ranks store."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the manifest says of the run, under the same names."""
+    """The facts about the run that go into the manifest, under the same names."""
 
     stamp: str
     step: int
@@ -168,27 +169,27 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a save writes: all of it on the process that writes, `own` alone on the others."""
+    """The state that a process writes: everything on the writing process, only `own` and `shards` on the others."""
 
     facts: RunFacts
     own: StatePart
-    """What belongs to this rank."""
+    """The state of this rank: random states, gradients, positions of loaders."""
     models: tuple[ModelPart, ...] = ()
     optimizers: tuple[StatePart, ...] = ()
     training: StatePart | None = None
     objects: tuple[StatePart, ...] = ()
-    pieces: tuple[PiecesPart, ...] = ()
-    """Of strategies that shard: on every process."""
+    shards: tuple[ShardedPart, ...] = ()
+    """The shards that this rank stores, on every process."""
 
     @property
     def rank(self) -> int:
-        """The rank that took it."""
+        """The rank that captured it."""
         return int(self.own.tree["rank"])
 
-    def parts(self) -> Iterator[StatePart | ModelPart | PiecesPart]:
-        """Yield everything that holds tensors."""
+    def parts(self) -> Iterator[StatePart | ModelPart | ShardedPart]:
+        """Yield every part with tensors."""
         yield from self.models
-        yield from self.pieces
+        yield from self.shards
         yield from (model.extra for model in self.models if model.extra is not None)
         yield from self.optimizers
         yield from () if self.training is None else (self.training,)
@@ -207,7 +208,7 @@ class Snapshot:
 
 
 def flatten_part(name: str, state: Any, where: str, sharded: dict[str, Any] | None = None) -> StatePart:
-    """Flatten a state; `where` names it in errors. Sharded tensors are put into `sharded`, and refused without it.
+    """Flatten a state; `where` names it in errors. Sharded tensors are put into `sharded`, or are an error without it.
 
     >>> flatten_part("training", {"epoch": 3}, "loaders")
     StatePart(name='training', tree={'epoch': 3}, tensors={})
@@ -216,7 +217,7 @@ def flatten_part(name: str, state: Any, where: str, sharded: dict[str, Any] | No
     return StatePart(name, tree, tensors)
 
 
-_Part = TypeVar("_Part", StatePart, ModelPart, PiecesPart)
+_Part = TypeVar("_Part", StatePart, ModelPart, ShardedPart)
 
 
 class Arena:
@@ -245,7 +246,7 @@ class Arena:
                 optimizers=tuple(map(self._part, snapshot.optimizers)),
                 training=snapshot.training and self._part(snapshot.training),
                 objects=tuple(map(self._part, snapshot.objects)),
-                pieces=tuple(map(self._part, snapshot.pieces)),
+                shards=tuple(map(self._part, snapshot.shards)),
             )
         left, self._left = self._left, []
         _copy_bytes(left)
@@ -263,7 +264,7 @@ class Arena:
         if not size or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return place.copy_(tensor)
         into, data = room.numpy(), tensor.view(-1).view(torch.uint8).numpy()
-        self._left += [(into[start : start + _PIECE], data[start : start + _PIECE]) for start in range(0, size, _PIECE)]
+        self._left += [(into[start : start + _COPY_SIZE], data[start : start + _COPY_SIZE]) for start in range(0, size, _COPY_SIZE)]
         return place
 
 
@@ -286,14 +287,14 @@ def _copy_bytes(left: list[tuple[_Bytes, _Bytes]]) -> None:
             copier.result()
 
 
-_POSITIONS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "eps"})
-"""What of a scheduler's state says where it stands, rather than how it was made."""
+_POSITIONS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"})
+"""Entries of a scheduler's state that are its position, not its settings."""
 _IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""What of an optimizer's settings says how it computes, rather than what."""
+"""Settings of an optimizer that choose an implementation and not the result."""
 
 
 def numbered_name(base: str, number: int) -> str:
-    """Return the name of the nth of several: the first one has no number.
+    """Return the name of the nth of several; the first has no number.
 
     >>> numbered_name("model", 0), numbered_name("model", 2)
     ('model', 'model_2')
@@ -302,7 +303,7 @@ def numbered_name(base: str, number: int) -> str:
 
 
 def count_updates(components: Components) -> int:
-    """Return the number of updates made, by the optimizer that made most."""
+    """Return the largest number of updates that an optimizer has made."""
     return max((optimizer.updates for optimizer in components.registry.optimizers), default=0)
 
 
@@ -313,18 +314,18 @@ def model_state_dicts(components: Components) -> list[dict[str, Any]]:
 
 def capture_snapshot(
     components: Components,
-    history: str,
+    run_id: str,
     objects: Sequence[Any],
     weights: Mapping[int, dict[str, Any]] | None,
     metric: float | None,
-    pieces: list[PiecesPart] | None = None,
+    shards: list[ShardedPart] | None = None,
 ) -> Snapshot:
-    """Return a snapshot: of everything on the process that writes, which passes the `weights` by model number; else of this rank alone.
+    """Return a snapshot of everything if `weights` (by model number) are given, else of the state of this rank alone.
 
-    What this rank holds of tensors that are sharded is put into `pieces`; without it, sharded tensors are refused.
+    The shards that this rank stores are appended to `shards`; without it, sharded tensors are an error.
     """
-    loop = components.stepper.loop_state()  # first: it settles what the loss scaler's state depends on
-    stamp = make_stamp(components, history)
+    loop = components.stepper.loop_state()  # first, because it settles the state of the loss scaler
+    stamp = make_stamp(components, run_id)
     state = components.state
     facts = RunFacts(
         stamp=stamp,
@@ -333,7 +334,7 @@ def capture_snapshot(
         strategy=components.strategy.name,
         mesh={"dp_replicate" if components.strategy.replicated else "dp_shard": state.num_processes},
         metric=metric,
-        receipt=current_receipt(components) if weights is not None else {},
+        receipt=current_settings(components) if weights is not None else {},
     )
     own = flatten_part(
         f"rank_{state.process_index}",
@@ -345,73 +346,73 @@ def capture_snapshot(
             "loop": loop,
             "loaders": [loader.state_dict() for loader in components.registry.loaders],
         },
-        f"what belongs to rank {state.process_index}",
+        f"the state of rank {state.process_index}",
     )
     if weights is None:
         return Snapshot(facts, own)
     return Snapshot(
         facts,
         own,
-        models=tuple(_model(components.stepper.models[number], number, weight, pieces) for number, weight in weights.items()),
+        models=tuple(_model(components.stepper.models[number], number, weight, shards) for number, weight in weights.items()),
         optimizers=tuple(
-            _part(numbered_name("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}", pieces)
+            _part(numbered_name("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}", shards)
             for number, optimizer in enumerate(components.registry.optimizers)
         ),
         training=_training(components),
         objects=tuple(
-            _part(f"custom_checkpoint_{number}", thing.state_dict(), f"registered object {number} ({type(thing).__name__})", pieces)
-            for number, thing in enumerate(objects)
+            _part(f"custom_checkpoint_{number}", value.state_dict(), f"registered object {number} ({type(value).__name__})", shards)
+            for number, value in enumerate(objects)
         ),
-        pieces=tuple(pieces or ()),
+        shards=tuple(shards or ()),
     )
 
 
-def _model(model: PreparedModel, number: int, state_dict: dict[str, Any], pieces: list[PiecesPart] | None) -> ModelPart:
+def _model(model: PreparedModel, number: int, state_dict: dict[str, Any], shards: list[ShardedPart] | None) -> ModelPart:
     base, kind = numbered_name("model", number), type(model.original).__name__
     where = f"the weights of {kind}"
-    held = {} if pieces is None else local_shards(state_dict, where)
+    held = {} if shards is None else local_shards(state_dict, where)
     if held:
-        state_dict = copy.copy(state_dict)  # with its attributes: the versions of layers are one
+        state_dict = copy.copy(state_dict)  # with its attributes, such as the versions of layers
         state_dict.update({name: shard.tensor for name, shard in held.items()})
     weights = split_state_dict(state_dict, where)
     frozen = frozenset(name for name, parameter in model.original.named_parameters() if not parameter.requires_grad)
     extra = flatten_part(f"{base}_extra", dict(weights.extra), f"the state of {kind}") if weights.extra else None
-    if held and pieces is not None:
-        pieces.append(_pieces_part(base, held, {name: kept for name, kept in weights.aliases.items() if name in held}, frozen))
+    if held and shards is not None:
+        shards.append(_sharded_part(base, held, {name: kept for name, kept in weights.aliases.items() if name in held}, frozen))
     whole = {name: tensor for name, tensor in weights.tensors.items() if name not in held}
     aliases = {name: kept for name, kept in weights.aliases.items() if name not in held}
     return ModelPart(number, base, kind, whole, aliases, extra, frozen, bool(held))
 
 
 def _gradients(components: Components) -> dict[str, torch.Tensor] | None:
-    """Return gradients that belong to an update still to come."""
+    """Return the gradients of an unfinished update, if there is one."""
     gradients = components.stepper.open_gradients()
     if any(map(is_sharded, (gradients or {}).values())):
         raise CheckpointError(
-            "save_state was called in the middle of an update, whose gradients so far are sharded over ranks and cannot be saved: call it "
-            "where accelerator.sync_gradients is True, after optimizer.zero_grad()"
+            "save_state was called in the middle of an update, and its gradients are sharded over ranks and cannot be saved: call it where "
+            "accelerator.sync_gradients is True, after optimizer.zero_grad()"
         )
     return gradients
 
 
-def _pieces_part(base: str, shards: Mapping[str, LocalShard], aliases: Mapping[str, str], frozen: frozenset[str]) -> PiecesPart:
-    """Return what this rank stores of sharded tensors; other names of tied ones are stored by no rank."""
+def _sharded_part(base: str, shards: Mapping[str, LocalShard], aliases: Mapping[str, str], frozen: frozenset[str]) -> ShardedPart:
+    """Return the shards that this rank stores; aliases of tied tensors are not stored."""
     owned = {name: shard for name, shard in shards.items() if shard.owned and name not in aliases}
-    return PiecesPart(
+    return ShardedPart(
         base,
         {name: shard.tensor for name, shard in owned.items()},
-        {name: shard.place for name, shard in owned.items()},
-        {name: shard.place.shape for name, shard in shards.items()},
+        {name: shard.position for name, shard in owned.items()},
+        {name: shard.position.shape for name, shard in shards.items()},
         aliases,
         frozen,
     )
 
 
-def _part(name: str, state: Any, where: str, pieces: list[PiecesPart] | None) -> StatePart:
-    sharded: dict[str, Any] | None = None if pieces is None else {}
+def _part(name: str, state: Any, where: str, shards: list[ShardedPart] | None) -> StatePart:
+    sharded: dict[str, Any] | None = None if shards is None else {}
     part = flatten_part(name, state, where, sharded)
-    if pieces is not None and sharded:
-        pieces.append(_pieces_part(name, local_shards(sharded, where), {}, frozenset()))
+    if shards is not None and sharded:
+        shards.append(_sharded_part(name, local_shards(sharded, where), {}, frozenset()))
     return part
 
 
@@ -428,25 +429,25 @@ def _training(components: Components) -> StatePart:
     return flatten_part("training", state, "the state of the training loop")
 
 
-def make_stamp(components: Components, history: str) -> str:
-    """Return what all ranks of a save agree on without asking each other: which run it is, and how far."""
+def make_stamp(components: Components, run_id: str) -> str:
+    """Return the identity of a save, which all ranks compute without communication: the step, the run and a hash of its position."""
     positions = [[loader.state_dict()[name] for name in ("epoch", "batches")] for loader in components.registry.loaders]
     updates = [optimizer.updates for optimizer in components.registry.optimizers]
     text = json.dumps([components.state.num_processes, positions, updates, len(components.stepper.models)])
-    return f"{count_updates(components)}-{history}{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    return f"{count_updates(components)}-{run_id}{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
-# -- the receipt ------------------------------------------------------------------------------------------------------
+# -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def current_receipt(components: Components) -> dict[str, Any]:
-    """Return what decides the meaning of this run, as plain data."""
+def current_settings(components: Components) -> dict[str, Any]:
+    """Return the settings that results of this run depend on, as plain data."""
     registry = components.registry
     steps = components.gradient_state.plugin.num_steps or 1
     batch = None
     if registry.loaders:
         first = registry.loaders[0]
-        if first.batch_size is not None:  # else batches have sizes of their own, which are not known before they are read
+        if first.batch_size is not None:  # else a batch sampler decides, and sizes are unknown until batches are read
             batch = first.total_batch_size * (first.steps_per_update or steps)
     return {
         "effective_batch": batch,
@@ -476,7 +477,7 @@ def current_receipt(components: Components) -> dict[str, Any]:
 
 
 def _plain_settings(settings: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
-    """Return how a scheduler or an optimizer was made, as far as that is plain values."""
+    """Return the settings of a scheduler or an optimizer that are plain values."""
     found = {}
     for name, value in settings.items():
         if name.startswith("_") or name in left_out:
@@ -488,9 +489,9 @@ def _plain_settings(settings: Mapping[str, Any], left_out: frozenset[str]) -> di
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a number or text that JSON holds; None for anything else."""
+    """Return a number or string that JSON can store; None for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float):
-        return value if value - value == 0.0 else None
+        return value if math.isfinite(value) else None
     return value if isinstance(value, (bool, int, str)) else None

@@ -77,7 +77,7 @@ def read_part(name: str, content: FileContent, where: str | None = None, elsewhe
         return rebuild(strict_json.parse(memoryview(content), where, deepest=_DEEPEST_JSON), elsewhere, where)
     file = load_tensors(content, where)
     if twice := file.tensors.keys() & elsewhere.keys():
-        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in pieces elsewhere.")
+        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in shards elsewhere.")
     if _TREE not in file.layout.metadata:
         raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {_TREE!r}. It was not written by slipstream.")
     return _rebuild_with(file.layout, {**file.tensors, **elsewhere}, where)

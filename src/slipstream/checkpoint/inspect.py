@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from slipstream.checkpoint.commit import find_recoverable, lock_path, names_with_leftovers
 from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, ModelEntry, RankFile, rank_files, read_manifest
-from slipstream.checkpoint.shard_layout import PiecePosition, cover_box, read_positions, whole_box
+from slipstream.checkpoint.shard_layout import ShardPosition, cover_box, read_positions, whole_box
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import strict_json
 from slipstream.files.checksum import Digest
@@ -356,7 +356,7 @@ class LazyTensorFile:
         beside = self.layout.size - self.layout.data_start
         return strict_json.parse(text, str(self.path), deepest=_DEEPEST, beside=beside)
 
-    def pieces(self, entry: TensorEntry) -> Iterator[bytes]:
+    def chunks(self, entry: TensorEntry) -> Iterator[bytes]:
         """Yield the bytes of a tensor, a few megabytes at a time."""
         with ConfinedFolder(self._folder) as opened:
             fd = opened.open(self._name)
@@ -366,26 +366,26 @@ class LazyTensorFile:
             while place < end:
                 count = min(READ_SIZE, end - place)
                 try:
-                    piece = file.read(count)
+                    chunk = file.read(count)
                 except OSError as error:
                     raise CheckpointError(f"{self.path} cannot be read at byte {place:,}: {error.strerror}") from error
-                if len(piece) < count:
-                    raise CheckpointError(f"{self.path} ended at byte {place + len(piece):,}: it was changed while it was read")
-                yield piece
+                if len(chunk) < count:
+                    raise CheckpointError(f"{self.path} ended at byte {place + len(chunk):,}: it was changed while it was read")
+                yield chunk
                 place += count
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor, and where it is stored: in one file, or in pieces if it was sharded over ranks."""
+    """One tensor, and where it is stored: in one file, or in shards if it was sharded over ranks."""
 
     entry: TensorEntry
     """Name, type and shape of the whole."""
-    held: tuple[tuple[LazyTensorFile, TensorEntry, PiecePosition], ...]
+    held: tuple[tuple[LazyTensorFile, TensorEntry, ShardPosition], ...]
 
     @staticmethod
     def whole(file: LazyTensorFile, entry: TensorEntry) -> StoredTensor:
-        return StoredTensor(entry, ((file, entry, PiecePosition(entry.shape, whole_box(entry.shape))),))
+        return StoredTensor(entry, ((file, entry, ShardPosition(entry.shape, whole_box(entry.shape))),))
 
     @property
     def size(self) -> int:
@@ -400,33 +400,33 @@ class StoredTensor:
         """Return type and shape."""
         return f"{self.entry.dtype} {list(self.entry.shape)}"
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yield its bytes; a tensor in pieces is put together in memory."""
+    def chunks(self) -> Iterator[bytes]:
+        """Yield its bytes; a tensor in shards is put together in memory."""
         if len(self.held) == 1:
             file, entry, _ = self.held[0]
-            yield from file.pieces(entry)
+            yield from file.chunks(entry)
             return
         import numpy  # only comparing needs it
 
         item = ITEM_SIZE[self.entry.dtype]
         made = numpy.zeros((*self.entry.shape, item), numpy.uint8)
         for file, entry, place in self.held:
-            data = numpy.frombuffer(b"".join(file.pieces(entry)), numpy.uint8)
+            data = numpy.frombuffer(b"".join(file.chunks(entry)), numpy.uint8)
             made[place.box.slices()] = data.reshape((*place.box.shape, item))
         raw = memoryview(made.reshape(-1)) if made.size else memoryview(b"")  # type: ignore[arg-type]
         for start in range(0, len(raw), READ_SIZE):
             yield bytes(raw[start : start + READ_SIZE])
 
 
-def read_state_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> tuple[Any, dict[str, StoredTensor]]:
-    """Return the tree of a part, and its tensors by name; `pieces` are the files with pieces of some of them."""
+def read_state_part(folder: Path, name: str, shards: Iterable[str] = ()) -> tuple[Any, dict[str, StoredTensor]]:
+    """Return the tree of a part, and its tensors by name; `shards` are the files with shards of some of them."""
     if name.endswith(".json"):
         with ConfinedFolder(folder) as opened:
             data = opened.read(name, strict_json.LARGEST)
-            return strict_json.parse(data, str(folder / name), deepest=_DEEPEST), _join_pieces(folder, pieces, {})
+            return strict_json.parse(data, str(folder / name), deepest=_DEEPEST), _join_shards(folder, shards, {})
     file = LazyTensorFile(folder, name)
     stored = {entry.name: StoredTensor.whole(file, entry) for entry in file.layout.entries.values()}
-    return file.tree(), _join_pieces(folder, pieces, stored)
+    return file.tree(), _join_shards(folder, shards, stored)
 
 
 def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTensor]:
@@ -438,26 +438,26 @@ def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTenso
             if entry.name in found:
                 raise CheckpointError(f"{file.path}: {entry.name[:100]!r} stands in {found[entry.name].files[0]} too")
             found[entry.name] = StoredTensor.whole(file, entry)
-    return _join_pieces(folder, model.pieces, found)
+    return _join_shards(folder, model.shards, found)
 
 
-def _join_pieces(folder: Path, names: Iterable[str], found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return what was found, and the tensors whose pieces are in these files; an error where pieces are not the whole."""
-    held: dict[str, list[tuple[LazyTensorFile, TensorEntry, PiecePosition]]] = {}
+def _join_shards(folder: Path, names: Iterable[str], found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return what was found, and the tensors whose shards are in these files; an error where shards are not the whole."""
+    held: dict[str, list[tuple[LazyTensorFile, TensorEntry, ShardPosition]]] = {}
     for name in names:
         file = LazyTensorFile(folder, name)
         for key, place in read_positions(file.layout, str(file.path)).items():
             held.setdefault(key, []).append((file, file.layout.entries[key], place))
-    for key, pieces in held.items():
-        (file, entry, place), shown = pieces[0], key[:100]
-        if key in found or len({(piece.dtype, its.shape) for _, piece, its in pieces}) > 1:
-            raise CheckpointError(f"{file.path}: the pieces of {shown!r} are not of one tensor, or it is whole elsewhere")
+    for key, shards in held.items():
+        (file, entry, place), shown = shards[0], key[:100]
+        if key in found or len({(shard.dtype, its.shape) for _, shard, its in shards}) > 1:
+            raise CheckpointError(f"{file.path}: the shards of {shown!r} do not belong to one tensor, or it is also stored in full")
         try:
-            list(cover_box((its.box for _, _, its in pieces), whole_box(place.shape)))
+            list(cover_box((its.box for _, _, its in shards), whole_box(place.shape)))
         except ValueError as error:
-            raise CheckpointError(f"{file.path}: {shown!r} cannot be put together: {error}") from None
+            raise CheckpointError(f"{file.path}: {shown!r} cannot be assembled: {error}") from None
         size = math.prod(place.shape) * ITEM_SIZE[entry.dtype]
-        found[key] = StoredTensor(TensorEntry(key, entry.dtype, place.shape, 0, size), tuple(pieces))
+        found[key] = StoredTensor(TensorEntry(key, entry.dtype, place.shape, 0, size), tuple(shards))
     return found
 
 
@@ -519,13 +519,13 @@ def find_problems(checkpoint: CheckpointSummary, advance: Advance) -> Iterator[s
         partial(_check_rank, folder, name, rank, manifest.stamp) for rank, name in manifest.ranks.items() if name not in damaged
     ]
     for name in (*manifest.optimizers, *manifest.objects, *([manifest.training] if manifest.training else [])):
-        pieces = manifest.pieces.get(name, ())
-        if not damaged & {name, *pieces}:
-            checks.append(partial(_check_part, folder, name, pieces))
+        shards = manifest.shards.get(name, ())
+        if not damaged & {name, *shards}:
+            checks.append(partial(_check_part, folder, name, shards))
     checks += [
         partial(_check_model, folder, model)
         for model in manifest.models
-        if not damaged & {*model.files, *model.pieces, model.extra, model.index}
+        if not damaged & {*model.files, *model.shards, model.extra, model.index}
     ]
     for check in checks:
         try:
@@ -549,10 +549,10 @@ def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) ->
             advance(entry.size)
             return f"{path} has {there:,} bytes, and the manifest says {entry.size:,}"
         running, done = Digest(), 0
-        while piece := os.pread(fd, READ_SIZE, done):
-            running.update(piece)
-            done += len(piece)
-            advance(len(piece))
+        while chunk := os.pread(fd, READ_SIZE, done):
+            running.update(chunk)
+            done += len(chunk)
+            advance(len(chunk))
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     finally:
@@ -562,9 +562,9 @@ def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) ->
     return None
 
 
-def _check_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> Any:
+def _check_part(folder: Path, name: str, shards: Iterable[str] = ()) -> Any:
     """Raise if a part refers to a tensor that is not there; return its tree."""
-    tree, tensors = read_state_part(folder, name, pieces)
+    tree, tensors = read_state_part(folder, name, shards)
     missing = next((name for name in tensor_names(tree) if name not in tensors), None)
     if missing is not None:
         raise CheckpointError(f"{folder / name} refers to a tensor {missing[:100]!r} that is not in it")

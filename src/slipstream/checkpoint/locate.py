@@ -1,7 +1,7 @@
 """Find, read and verify the checkpoint that `load_state` means: a folder, a URL, the newest valid one, or one of Accelerate.
 
 Every file is read once, into memory, and verified before anything is handed out, so a damaged checkpoint changes nothing in a run; what
-was verified is what is used. Of files with pieces of sharded tensors only the headers are read here; the pieces that a rank needs are
+was verified is what is used. Of files with shards of sharded tensors only the headers are read here; the shards that a rank needs are
 verified when they are read, which is still before anything changes. The result is a `SavedState`, the same record whoever wrote the
 checkpoint.
 """
@@ -28,7 +28,7 @@ from slipstream.checkpoint.commit import find_recoverable
 from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile, open_listed_file, rank_files, read_manifest
 from slipstream.checkpoint.rotate import numbered_checkpoints
-from slipstream.checkpoint.sharded import TensorPlaceholders, open_pieces
+from slipstream.checkpoint.sharded import TensorPlaceholders, open_shards
 from slipstream.checkpoint.tensor_bytes import FileContent, load_tensors, read_tensor_file
 from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError, MissingCheckpointError
@@ -62,20 +62,20 @@ class Checkpoint:
     buffers: dict[str, FileContent] = field(repr=False)
     """What its files hold: tensors, or bytes; taken out as they are used."""
     placeholders: TensorPlaceholders = field(default_factory=TensorPlaceholders, repr=False)
-    """What stands for tensors that are in pieces."""
+    """What stands for tensors that are in shards."""
     _late: dict[int, Path] | None = field(default=None, repr=False)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a model, by name; their memory is handed over. Those that are in pieces are placeholders."""
+        """Return the tensors of a model, by name; their memory is handed over. Those that are in shards are placeholders."""
         model, tensors = self.manifest.models[number], dict[str, torch.Tensor]()
         for name in model.files:
             for key, tensor in load_tensors(self.buffers.pop(name), self._path(name)).tensors.items():
                 if key in tensors:
                     raise CheckpointError(f"{self._path(name)}: {key!r} stands in another file of the same model too")
                 tensors[key] = tensor
-        elsewhere = self._pieces(model.pieces)
+        elsewhere = self._shards(model.shards)
         if twice := tensors.keys() & elsewhere.keys():
-            raise CheckpointError(f"{self.folder}: {min(twice)[:100]!r} is in one piece, and in several")
+            raise CheckpointError(f"{self.folder}: {min(twice)[:100]!r} is in one shard, and in several")
         tensors |= elsewhere
         for alias, target in model.aliases.items():
             if target not in tensors or alias in tensors:
@@ -83,15 +83,15 @@ class Checkpoint:
         return tensors
 
     def part(self, name: str) -> Any:
-        """Return the state in a part; the memory of its tensors is handed over. Those that are in pieces are placeholders."""
-        elsewhere = self._pieces(self.manifest.pieces.get(name, ()))
+        """Return the state in a part; the memory of its tensors is handed over. Those that are in shards are placeholders."""
+        elsewhere = self._shards(self.manifest.shards.get(name, ()))
         return read_part(name, self.buffers.pop(name), self._path(name), elsewhere)
 
-    def _pieces(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return placeholders for the tensors whose pieces are in these files."""
+    def _shards(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Return placeholders for the tensors whose shards are in these files."""
         if not names:
             return {}
-        return self.placeholders.add(open_pieces(self.folder, names, self.manifest.files, self.buffers.pop))
+        return self.placeholders.add(open_shards(self.folder, names, self.manifest.files, self.buffers.pop))
 
     def rank(self, rank: int) -> dict[str, Any] | None:
         """Return what belongs to a rank, if that rank has saved it."""
@@ -153,12 +153,12 @@ def _folder_identity(folder: Path) -> tuple[int, ...] | None:
 
 def _read_all(folder: Path, manifest: Manifest, keep: Callable[[str], bool], alone: bool) -> Checkpoint:
     buffers = {}
-    pieces = manifest.all_pieces()
-    known = manifest.part_files() | set(map(checksums_name, pieces))
-    total = sum(entry.size for name, entry in manifest.files.items() if name not in pieces)
+    shards = manifest.shard_files()
+    known = manifest.part_files() | set(map(checksums_name, shards))
+    total = sum(entry.size for name, entry in manifest.files.items() if name not in shards)
     with bar(total, "loading", "B") as shown:
         for name, entry in manifest.files.items():
-            if name in pieces:
+            if name in shards:
                 os.close(_open_sized(folder, name, entry.size))
                 continue
             buffer = _read(folder, name, entry.size, entry.checksum, alone=alone, advance=shown.update)
@@ -272,10 +272,10 @@ class SavedState:
     receipt: Mapping[str, Any] = field(default_factory=dict)
     rank: Callable[[int], dict[str, Any] | None] = lambda rank: None
     """What belongs to a rank, if it is there."""
-    said: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     """What could not be taken over, in words."""
     placeholders: TensorPlaceholders = field(default_factory=TensorPlaceholders)
-    """What stands in `models`, `optimizers` and `objects` for tensors that are in pieces."""
+    """What stands in `models`, `optimizers` and `objects` for tensors that are in shards."""
     holder: Any = None
     """What keeps the folder there, where it is a copy."""
 
@@ -338,7 +338,7 @@ def _read_accelerate(folder: Path, allow_pickle: bool) -> SavedState | None:
         scaler=found.scaler,
         updates=[{"updates": count, "skipped": False} for count in updates],
         rank=lambda rank: {"random": found.ranks[rank]} if rank in found.ranks else None,
-        said=found.said,
+        warnings=found.warnings,
     )
 
 

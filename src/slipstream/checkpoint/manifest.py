@@ -79,8 +79,8 @@ class ModelEntry:
     """A part with the entries of the state dict that are no tensors."""
     number: int = 0
     """Which of the prepared models it is: hooks of the script may save some of them by themselves."""
-    pieces: tuple[str, ...] = ()
-    """Files with pieces of tensors that were sharded over ranks: see `shard_layout.py`."""
+    shards: tuple[str, ...] = ()
+    """Shard files with the sharded tensors of the model: see `shard_layout.py`. The key on disk is "pieces"."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,18 @@ class Manifest:
     """The parts of registered objects."""
     ranks: Mapping[int, str] = field(default_factory=dict)
     """The parts that belong to one rank, as far as they were there when the manifest was written."""
-    pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Files with pieces of tensors that belong to a part and were sharded over ranks, by the file of the part."""
+    shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Shard files with the sharded tensors of a part, by the file of the part. The key on disk is "pieces"."""
     metric: float | None = None
     receipt: Mapping[str, Any] = field(default_factory=dict)
     """What decides the meaning of the run: see `capture.current_receipt`."""
 
-    def all_pieces(self) -> set[str]:
-        """Return every file of pieces."""
-        return {name for names in (*(model.pieces for model in self.models), *self.pieces.values()) for name in names}
+    def shard_files(self) -> set[str]:
+        """Return the names of all shard files."""
+        return {name for names in (*(model.shards for model in self.models), *self.shards.values()) for name in names}
 
     def part_files(self) -> set[str]:
-        """Return the files that loading reads, without pieces and indexes; other files were written by hooks of the script."""
+        """Return the files that loading reads, without shards and indexes; other files were written by hooks of the script."""
         names = {name for model in self.models for name in (*model.files, model.extra) if name is not None}
         names.update(self.optimizers, self.objects, self.ranks.values())
         return names if self.training is None else names | {self.training}
@@ -130,7 +130,7 @@ class Manifest:
     def other_files(self) -> list[str]:
         """Return the files that hooks of the script wrote."""
         ours = self.part_files() | {model.index for model in self.models if model.index is not None}
-        ours.update(file for name in self.all_pieces() for file in (name, checksums_name(name)))
+        ours.update(file for name in self.shard_files() for file in (name, checksums_name(name)))
         return [name for name in self.files if name not in ours]
 
     def dump(self) -> bytes:
@@ -141,20 +141,25 @@ class Manifest:
             "checksum": _NO_CHECKSUM,
             **{name: getattr(self, name) for name in ("stamp", "step", "created", "written_by", "world", "strategy")},
             **{name: getattr(self, name) for name in ("mesh", "metric", "receipt")},
-            "models": [_without_empty_pieces({"number": model.number, **vars(model)}) for model in self.models],
-            **{name: getattr(self, name) for name in ("optimizers", "training", "objects", "ranks", "pieces")},
+            "models": [_model_fields(model) for model in self.models],
+            **{name: getattr(self, name) for name in ("optimizers", "training", "objects", "ranks")},
+            **_shards_field(self.shards),
             "files": {name: vars(entry) for name, entry in self.files.items()},
         }
-        body = _without_empty_pieces(body)
         data = strict_json.dump(body, indent=1)
         if why := strict_json.explain_too_large(data.decode()):
             raise CheckpointError(f"The manifest of {len(self.files):,} files could not be read again: {why}. Save fewer files.")
         return data.replace(_NO_CHECKSUM.encode(), digest(data).encode(), 1)
 
 
-def _without_empty_pieces(fields: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the key "pieces" where nothing is sharded: versions before sharding do not know it."""
-    return {name: value for name, value in fields.items() if name != "pieces" or value}
+def _model_fields(model: ModelEntry) -> dict[str, Any]:
+    fields = {"number": model.number, **vars(model)}
+    return {**fields, **_shards_field(fields.pop("shards"))}
+
+
+def _shards_field(shards: Any) -> dict[str, Any]:
+    """Return the key "pieces" only if something is sharded: versions before sharding do not know it."""
+    return {"pieces": shards} if shards else {}
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
@@ -245,7 +250,7 @@ class _ManifestReader:
         if any(name.casefold() == MANIFEST.casefold() for name in self._files):
             raise self._wrong("files", f"it lists {MANIFEST} itself")
         world = self._whole("world", self._body.get("world"), 1, _LARGEST_WORLD)
-        pieces = self._mapping("pieces") if "pieces" in self._body else {}
+        shards = self._mapping("pieces") if "pieces" in self._body else {}
         models = tuple(self._model(number, entry) for number, entry in enumerate(self._list("models")))
         if len({model.number for model in models}) != len(models):
             raise self._wrong("models", "two of them have the same number")
@@ -263,7 +268,7 @@ class _ManifestReader:
             training=self._optional_part("training", self._body.get("training")),
             objects=tuple(self._part("objects", name) for name in self._list("objects")),
             ranks={self._rank(rank, world): self._part("ranks", name) for rank, name in self._mapping("ranks").items()},
-            pieces={self._listed("pieces", part): self._pieces("pieces", names) for part, names in pieces.items()},
+            shards={self._listed("pieces", part): self._shards("pieces", names) for part, names in shards.items()},
             metric=self._metric(),
             receipt=self._mapping("receipt"),
         )
@@ -330,13 +335,13 @@ class _ManifestReader:
             raise self._wrong(where, "its aliases are no mapping of names")
         index, extra = (self._optional_part(where, entry.get(name)) for name in ("index", "extra"))
         known = self._whole(where, entry.get("number"))
-        pieces = self._pieces(where, entry.get("pieces", []))
-        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known, pieces)
+        shards = self._shards(where, entry.get("pieces", []))
+        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known, shards)
 
-    def _pieces(self, where: str, names: Any) -> tuple[str, ...]:
-        """Return files of pieces; each has its sums beside it."""
+    def _shards(self, where: str, names: Any) -> tuple[str, ...]:
+        """Return shard files; each has a file of block checksums beside it."""
         if not isinstance(names, list):
-            raise self._wrong(where, "its pieces are no list of files")
+            raise self._wrong(where, "'pieces' is not a list of files")
         for name in names:
             self._part(where, checksums_name(self._part(where, name)))
         return tuple(names)

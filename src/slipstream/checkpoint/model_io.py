@@ -1,8 +1,8 @@
 """Weights without a training state: `save_model`, `load_weights`, and `merge_weights` of many files into one.
 
 Files are written under temporary names and renamed when all of them are on the disk; files that were there before stay until then.
-Loading checks that everything fits before a tensor of the model changes, and maps the files instead of reading them. Merging copies piece
-by piece, and removes the sources only if asked and after the result was read back and verified. No pickle is written unless it is asked
+Loading checks that everything fits before a tensor of the model changes, and maps the files instead of reading them. Merging copies chunk
+by chunk, and removes the sources only if asked and after the result was read back and verified. No pickle is written unless it is asked
 for, and none is run.
 """
 
@@ -250,7 +250,7 @@ def _aliases_in_other_files(tied: Mapping[str, Collection[str]], homes: Mapping[
 Progress = Callable[[int, int], None]
 """Is told how many bytes are done, of how many."""
 
-_PIECE: Final = 4 << 20
+_CHUNK_SIZE: Final = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def _merge(files: AtomicFiles, source: WeightSource, target: Path, progress: Pro
     tensors, aliases = _contents(source)
     told = {other: kept for other, kept in aliases.items() if other != "format"}
     header, layout = plan_layout([(tensor.name, DTYPES[tensor.dtype], tensor.shape) for tensor in tensors], {"format": "pt", **told})
-    checksum = files.add(target.name, _pieces(source, tensors, header, layout.size, progress), layout.size).checksum
+    checksum = files.add(target.name, _merged_chunks(source, tensors, header, layout.size, progress), layout.size).checksum
     if source.extra is not None:
         data = source.read_bytes(source.extra)
         files.add(f"{target.name.partition('.')[0]}_extra{Path(source.extra).suffix}", [data], len(data))
@@ -378,7 +378,7 @@ def _contents(source: WeightSource) -> tuple[list[_CopiedTensor], dict[str, str]
     ), aliases
 
 
-def _pieces(source: WeightSource, tensors: list[_CopiedTensor], header: bytes, total: int, progress: Progress) -> Iterator[Any]:
+def _merged_chunks(source: WeightSource, tensors: list[_CopiedTensor], header: bytes, total: int, progress: Progress) -> Iterator[Any]:
     yield header
     done, opened, fd, held = len(header), "", -1, None
     try:
@@ -390,10 +390,10 @@ def _pieces(source: WeightSource, tensors: list[_CopiedTensor], header: bytes, t
                     held = source.open(tensor.file, verify=False)
                 else:
                     fd = source.descriptor(tensor.file)
-            pieces = _read(fd, *tensor.span, source.folder / tensor.file) if tensor.span is not None else _chunk_bytes(held, tensor.name)
-            for piece in pieces:
-                yield piece
-                done += len(piece)
+            chunks = _read(fd, *tensor.span, source.folder / tensor.file) if tensor.span is not None else _chunk_bytes(held, tensor.name)
+            for chunk in chunks:
+                yield chunk
+                done += len(chunk)
                 progress(done, total)
     finally:
         _closed(fd)
@@ -407,17 +407,17 @@ def _closed(fd: int) -> int:
 
 def _read(fd: int, start: int, end: int, where: Path) -> Iterator[bytes]:
     while start < end:
-        piece = os.pread(fd, min(_PIECE, end - start), start)
-        if not piece:
+        chunk = os.pread(fd, min(_CHUNK_SIZE, end - start), start)
+        if not chunk:
             raise CheckpointError(f"{where} became shorter while it was read.")
-        start += len(piece)
-        yield piece
+        start += len(chunk)
+        yield chunk
 
 
 def _chunk_bytes(held: Any, name: str) -> Iterator[memoryview]:
     data = tensor_bytes(held.tensors[name])
-    for start in range(0, len(data), _PIECE):
-        yield data[start : start + _PIECE]
+    for start in range(0, len(data), _CHUNK_SIZE):
+        yield data[start : start + _CHUNK_SIZE]
 
 
 def _all_weights(source: WeightSource) -> Mapping[str, Any]:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteStage", "RemoteTarget", "fetch", "list_numbered", "read_remote_manifest", "rotate", "write_latest"]
 
 _LARGEST_RANK_FILE: Final = 64 * 2**20
-_PIECE: Final = 4 << 20
+_CHUNK_SIZE: Final = 4 << 20
 _DATA: Final = re.compile(r"data-([0-9a-f]{16})-[0-9a-f]{8}", re.ASCII)
 _ABANDONED_SECONDS: Final = 7 * 24 * 3600
 """After this time the files of a save that never ended are removed by the next one."""
@@ -148,7 +148,7 @@ class RemoteStage:
         """Upload a file that somebody wrote into `folder`; links and anything else that is no regular file are refused."""
         with ConfinedFolder(self.folder) as opened, os.fdopen(opened.open(name), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            return self.add(name, iter(lambda: file.read(_PIECE), b""), size)
+            return self.add(name, iter(lambda: file.read(_CHUNK_SIZE), b""), size)
 
     def reuse(self, name: str, source: Path, entry: FileEntry) -> bool:
         """Return False: a store has no second names for a file."""
@@ -324,7 +324,7 @@ def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
             files=tuple(map(rename, model.files)),
             index=optional(model.index),
             extra=optional(model.extra),
-            pieces=tuple(map(rename, model.pieces)),
+            shards=tuple(map(rename, model.shards)),
         )
         for model in manifest.models
     )
@@ -336,7 +336,7 @@ def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
         training=optional(manifest.training),
         objects=tuple(map(rename, manifest.objects)),
         ranks={rank: rename(name) for rank, name in manifest.ranks.items()},
-        pieces={rename(part): tuple(map(rename, names)) for part, names in manifest.pieces.items()},
+        shards={rename(part): tuple(map(rename, names)) for part, names in manifest.shards.items()},
     )
 
 
@@ -379,9 +379,9 @@ def _download_file(
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = Digest()
     with path.open("xb") as file:
-        for piece in counted(store.pieces(place, size), advance):
-            digest.update(piece)
-            file.write(piece)
+        for chunk in counted(store.pieces(place, size), advance):
+            digest.update(chunk)
+            file.write(chunk)
     if digest.hexdigest() != checksum:
         raise CheckpointError(f"{store.show(place)} is damaged: its checksum is {digest.hexdigest()}, and it should be {checksum}")
 

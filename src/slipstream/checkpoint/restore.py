@@ -1,9 +1,9 @@
 """`load_state` of one Accelerator: compare a checkpoint with what is prepared, agree across ranks, and restore it.
 
-Everything is read, verified, resharded and compared on every rank before anything changes; a rank that cannot load makes all of them
-raise. Optimizers, schedulers and the loss scale, which may reject a state, are restored first: if one fails on any rank, every rank undoes
-them and raises. Registered objects follow; what they and hooks change is not undone. Then loaders, weights, accumulation and gradients
-are assigned, which were checked before and have no undo; random states last.
+Everything is read, verified, resharded and compared on every rank before anything changes. A rank that cannot load makes all ranks raise.
+Optimizers, schedulers and the loss scale, which may reject a state, are restored first: if one fails on any rank, every rank undoes them
+and raises. Registered objects follow; changes by them and by hooks are not undone. Loaders, weights, accumulation and gradients, which
+were checked before, come last and have no undo: if one still fails, every rank raises an error that says that the state is not usable.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint.capture import count_updates, current_receipt, describe_changes
+from slipstream.checkpoint.capture import count_updates, current_settings, describe_changes
 from slipstream.checkpoint.locate import SavedModel, SavedState, is_one_of_several, locate_checkpoint
-from slipstream.checkpoint.sharded import BrokenPiecesError, TensorPlaceholders, is_sharded, local_box, reshard
+from slipstream.checkpoint.sharded import BrokenShardError, TensorPlaceholders, is_sharded, local_box, reshard
 from slipstream.checkpoint.weights import arrange_state_dict, check_fit, load_into
 from slipstream.devices import rng
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
@@ -37,9 +37,9 @@ __all__ = ["LoadOptions", "restore"]
 _PARAMETER_SHAPED_STATE = (
     "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev", "square_avg", "sum",
 )  # fmt: skip
-"""What the optimizers of torch keep in the shape of each parameter."""
+"""Entries of the states of torch's optimizers that have the shape of their parameter."""
 _BROKEN = "broken"
-"""What a rank tells instead of a stamp if it cannot use the pieces that it needs."""
+"""Reported instead of a stamp by a rank whose shards are damaged."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,29 @@ class LoadOptions:
     """How a checkpoint is to be loaded."""
 
     strict: bool | None = None
-    """True: what changed the meaning of the run is an error; False: weights that are missing or unknown are left out."""
+    """True: changed settings are an error. False: missing and unexpected weights are left out."""
     allow_pickle: bool = False
     resume: Any = None
 
 
 @dataclass
 class _RestorePlan:
-    """What will be restored, once every rank has it."""
+    """The state that will be restored once every rank has it."""
 
     saved: SavedState
     own: Mapping[str, Any] | None
-    """What belonged to this rank."""
+    """The state that this rank saved."""
     loop: Mapping[str, Any] | None
     gradients: Mapping[str, torch.Tensor] | None
-    said: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def restore(saver: Saver, input_dir: Any, options: LoadOptions) -> str:
     """Load a checkpoint into everything that is prepared, and return the path of what was loaded."""
-    saver.run_and_agree("load_state", saver.settle)  # when no rank is saving any more, all of them see the same
+    saver.run_and_agree("load_state", saver.settle)  # all ranks see the same once none is saving
     plan = _agree_on_plan(saver, input_dir, options)
     _apply_plan(saver, plan, options)
-    for line in plan.said:
+    for line in plan.warnings:
         get_logger(__name__).warning(line)
     get_logger(__name__).info(f"loaded {plan.saved.where} (step {plan.saved.step})")
     saver.components.ledger.count_from(count_updates(saver.components))
@@ -77,14 +77,14 @@ def restore(saver: Saver, input_dir: Any, options: LoadOptions) -> str:
 
 
 def _agree_on_plan(saver: Saver, input_dir: Any, options: LoadOptions) -> _RestorePlan:
-    """Return what is restored, once all ranks have found the same. All pass over the newest one if a rank cannot use its pieces."""
+    """Return the plan once all ranks have found the same checkpoint. If shards are damaged on one rank, all ranks try an older one."""
     unusable: dict[str, str] = {}
     plans: list[_RestorePlan] = []
 
     def find() -> tuple[Any, Any, str]:
         try:
             plan = _make_plan(saver, locate_checkpoint(saver, input_dir, options.allow_pickle, unusable), options)
-        except BrokenPiecesError as error:
+        except BrokenShardError as error:
             if error.folder in unusable or not is_one_of_several(saver, input_dir, error.folder):
                 raise
             return (_BROKEN, error.folder, str(error))
@@ -114,14 +114,14 @@ def _agree_on_plan(saver: Saver, input_dir: Any, options: LoadOptions) -> _Resto
 
 def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _RestorePlan:
     components, registry = saver.components, saver.components.registry
-    said = list(saved.said)
+    warnings = list(saved.warnings)
     if not components.stepper.models and not registry.optimizers and not registry.loaders and not saver.objects:
         raise CheckpointError("load_state() was called before prepare(): there is nothing to load a checkpoint into. Prepare first.")
-    said += _check_counts(saver, saved, options)
+    warnings += _check_counts(saver, saved, options)
     if saved.loaders is not None and len(saved.loaders) != len(registry.loaders):
-        said.append(
-            f"{saved.where} holds the positions of {len(saved.loaders)} loaders, and {len(registry.loaders)} are prepared: they are taken "
-            "over in order as far as they go"
+        warnings.append(
+            f"{saved.where} holds the positions of {len(saved.loaders)} loaders, and {len(registry.loaders)} are prepared: they are "
+            "matched in order, and the rest is ignored"
         )
     _check_models(saver, saved, options)
     for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
@@ -130,7 +130,7 @@ def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _Restor
     own = saved.rank(components.state.process_index)
     loop, gradients, notes = _loop_state(saver, saved, own)
     if loop is not None and len(loop["windows"]) != len(components.stepper.models):
-        loop = gradients = None  # of other models, as was said
+        loop = gradients = None  # saved for other models; `_check_counts` added a warning
     try:
         if loop is not None:
             components.stepper.check(loop, gradients)
@@ -141,14 +141,14 @@ def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _Restor
     except ConfigError as error:
         raise _as_checkpoint_error(error, saved.where) from error
     _check_random_states((own or {}).get("random"), saved.where)
-    said += notes + _check_receipt(saver, saved, options)
-    return _RestorePlan(saved, own, loop, gradients, said)
+    warnings += notes + _compare_settings(saver, saved, options)
+    return _RestorePlan(saved, own, loop, gradients, warnings)
 
 
 def _check_counts(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
-    """Raise if there are other numbers of things than were saved, unless that can be meant: then what is done about it, in words."""
-    registry, models, said = saver.components.registry, saver.components.stepper.models, []
-    saved_models = max([len(models), *(number + 1 for number in saved.models)])  # those that have no weights there may be loaded by hooks
+    """Raise if the numbers of prepared objects differ from those saved, or return warnings where that can be intended."""
+    registry, models, warnings = saver.components.registry, saver.components.stepper.models, []
+    saved_models = max([len(models), *(number + 1 for number in saved.models)])  # hooks may load models without weights in it
     for what, stored, present, remedy in (
         ("model", range(saved_models), models, "prepare"),
         ("optimizer", saved.optimizers, registry.optimizers, "prepare"),
@@ -161,10 +161,10 @@ def _check_counts(saver: Saver, saved: SavedState, options: LoadOptions) -> list
         difference = f"{saved.where} holds {_counted(len(stored), what)}, and this run has {len(present) or 'none'}{kinds}"
         same = f"{remedy} the same ones in the same order before load_state"
         if options.strict is True or (present and options.strict is None):
-            raise CheckpointError(f"{difference}: {same}, or take over what fits with strict=False")
-        left_out = f"that is left out, which is fine for evaluation; to train on, {same}"
-        said.append(f"{difference}: {'they are taken over in order as far as they go' if present else left_out}")
-    return said
+            raise CheckpointError(f"{difference}: {same}, or load what fits with strict=False")
+        left_out = f"it is ignored, which is fine for evaluation; to continue training, {same}"
+        warnings.append(f"{difference}: {'they are matched in order, and the rest is ignored' if present else left_out}")
+    return warnings
 
 
 def _counted(count: int, what: str) -> str:
@@ -172,7 +172,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Return the class of the script's own object inside a prepared one."""
+    """Return the class name of the user's object inside a prepared one."""
     for name in ("original", "scheduler", "optimizer"):
         if name in vars(value):
             return type(vars(value)[name]).__name__
@@ -183,7 +183,7 @@ def _check_models(saver: Saver, saved: SavedState, options: LoadOptions) -> None
     models = saver.components.stepper.models
     for number, stored in saved.models.items():
         if number >= len(models):
-            break  # as was said
+            break  # `_check_counts` added a warning
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
         report = check_fit(models[number].original, shapes, stored.aliases, stored.extra)
         report.demand(saved.where, type(models[number].original).__name__, strict=options.strict is not False)
@@ -192,12 +192,12 @@ def _check_models(saver: Saver, saved: SavedState, options: LoadOptions) -> None
 def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> None:
     groups = stored.get("param_groups") if isinstance(stored, Mapping) else None
     if not isinstance(groups, list) or not isinstance(stored.get("state"), Mapping):
-        raise CheckpointError(f"{where}: the state of optimizer {number} has no groups of parameters")
+        raise CheckpointError(f"{where}: the state of optimizer {number} has no parameter groups")
     then, now = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if then != now:
         raise CheckpointError(
-            f"{where}: optimizer {number} ({type(optimizer.optimizer).__name__}) was saved with groups of {then} parameters, and has "
-            f"{now} now: make it of the same parameters, in the same groups"
+            f"{where}: optimizer {number} ({type(optimizer.optimizer).__name__}) was saved with groups of {then} parameters and has "
+            f"{now} now: build it from the same parameters, in the same groups"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     order = [index for group in groups for index in group["params"]]
@@ -208,12 +208,12 @@ def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> No
             if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
                 raise CheckpointError(
                     f"{where}: optimizer {number} has {name} of shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}: the parameters are other ones, or in another order"
+                    f"{tuple(parameter.shape)}: the parameters or their order have changed"
                 )
 
 
 def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) -> tuple[Any, Any, list[str]]:
-    """Return the accumulation windows and their gradients for this rank, and what has to be said about them."""
+    """Return the accumulation windows and their gradients for this rank, and warnings about them."""
     world = saver.components.state.num_processes
     if saved.world is None:
         return None, None, []
@@ -226,7 +226,7 @@ def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) 
     if not is_open and found[0]["gradients"] is None:
         return found[0]["loop"], None, []
     if len(found) < saved.world:
-        if saved.world == world:  # the others do not know yet that this rank has nothing: see _agree_on_windows
+        if saved.world == world:  # `_agree_on_windows` adds the warning, on all ranks
             return None, None, []
         return None, None, [_lost_batches_message(saved.where, [rank for rank in range(saved.world) if saved.rank(rank) is None])]
     ratio = _batch_ratio(saver, saved, world)
@@ -237,7 +237,7 @@ def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) 
 
 
 def _window_state(plan: _RestorePlan, world: int) -> str:
-    """Return what this rank has of the update that was under way, for the others to know."""
+    """Return what this rank has of an unfinished update: "a part", "nothing" if it did not save, or ""."""
     if plan.saved.world != world:
         return ""
     if plan.own is None:
@@ -246,68 +246,68 @@ def _window_state(plan: _RestorePlan, world: int) -> str:
 
 
 def _agree_on_windows(plan: _RestorePlan, windows: list[str]) -> None:
-    """Continue an open update on all ranks or on none: else they would not reduce gradients at the same batch."""
+    """Continue an unfinished update on all ranks or on none, so that they reduce gradients at the same batch."""
     missing = [rank for rank, window in enumerate(windows) if window == "nothing"]
     if missing and "a part" in windows:
         plan.loop = plan.gradients = None
-        plan.said.append(_lost_batches_message(plan.saved.where, missing))
+        plan.warnings.append(_lost_batches_message(plan.saved.where, missing))
 
 
 def _lost_batches_message(where: str, ranks: list[int]) -> str:
     return (
         f"{where} was saved in the middle of an update, and gradients of rank {', '.join(map(str, ranks))} are not in it, because "
-        "save_state was not called there: the batches of that update so far are lost. Call save_state on every process, or where "
-        "accelerator.sync_gradients is True."
+        "save_state was not called there, or did not finish: the batches of that update so far are lost. Call save_state on every "
+        "process, or where accelerator.sync_gradients is True."
     )
 
 
 def _batch_ratio(saver: Saver, saved: SavedState, world: int) -> float:
-    """Return how many batches of all ranks, as they are now, one of the saved run is."""
+    """Return the ratio of the saved to the present global batch size."""
     loaders = saver.components.registry.loaders
     before = (saved.receipt.get("loaders") or [{}])[0].get("batch")
     if loaders and before and loaders[0].batch_size is not None:
         return float(before) / loaders[0].total_batch_size
-    return (saved.world or world) / world  # batches have sizes of their own, which are not known before they are read
+    return (saved.world or world) / world  # a batch sampler decides, and sizes are unknown until batches are read
 
 
-def _check_receipt(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
-    """Return what means something else in this run than in the one that saved."""
+def _compare_settings(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
+    """Return the settings that differ from those of the checkpoint; with `strict=True`, raise."""
     if not saved.receipt:
         return []
-    found = describe_changes(saved.receipt, current_receipt(saver.components))
+    found = describe_changes(saved.receipt, current_settings(saver.components))
     if found and options.strict:
         raise CheckpointError(
-            f"{saved.where} comes from a run that means something else:\n" + "\n".join(f"  {entry}" for entry in found)
-            + "\nMake them agree, or leave out strict=True to go on with warnings."
+            f"{saved.where} was saved by a run with different settings:\n" + "\n".join(f"  {difference}" for difference in found)
+            + "\nMake them agree, or leave out strict=True to continue with warnings."
         )
-    return [f"{saved.where}: {entry}" for entry in found]
+    return [f"{saved.where}: {difference}" for difference in found]
 
 
 def _reshard_saved_state(components: Components, objects: Sequence[Any], saved: SavedState, *, strict: bool) -> SavedState:
-    """Return the same, with every tensor as its target holds it on this rank; as it is, where nothing is sharded, then or now."""
+    """Return the saved state with every tensor sharded like its target; unchanged if nothing was or is sharded."""
     if components.strategy.replicated and not saved.placeholders:
         return saved
     models, optimizers, placeholders = components.stepper.models, components.registry.optimizers, saved.placeholders
     return replace(
         saved,
         models={
-            number: _model(models[number].original, model, placeholders, strict=strict) if number < len(models) else model
+            number: _reshard_model(models[number].original, model, placeholders, strict=strict) if number < len(models) else model
             for number, model in saved.models.items()
         },
         optimizers=None
         if saved.optimizers is None
         else [
-            _optimizer(optimizer, optimizers[place].param_groups, placeholders) if place < len(optimizers) else optimizer
-            for place, optimizer in enumerate(saved.optimizers)
+            _reshard_optimizer(state, optimizers[number].param_groups, placeholders) if number < len(optimizers) else state
+            for number, state in enumerate(saved.optimizers)
         ],
         objects={
-            number: reshard(thing, objects[number].state_dict(), placeholders) if number < len(objects) else thing
-            for number, thing in saved.objects.items()
+            number: reshard(state, objects[number].state_dict(), placeholders) if number < len(objects) else state
+            for number, state in saved.objects.items()
         },
     )
 
 
-def _model(model: torch.nn.Module, stored: SavedModel, placeholders: TensorPlaceholders, *, strict: bool) -> SavedModel:
+def _reshard_model(model: torch.nn.Module, stored: SavedModel, placeholders: TensorPlaceholders, *, strict: bool) -> SavedModel:
     targets = dict(model.state_dict())
     report = check_fit(model, stored.tensors, stored.aliases, stored.extra)
     tensors = {
@@ -321,17 +321,17 @@ def _model(model: torch.nn.Module, stored: SavedModel, placeholders: TensorPlace
             aliases[name] = kept
         elif name in targets:
             tensors[name] = reshard(stored.tensors[kept], targets[name], placeholders)
-    arrange_state_dict(model, tensors, aliases, stored.extra, report, strict=strict)  # weights that are tied here, and were not, may differ
+    arrange_state_dict(model, tensors, aliases, stored.extra, report, strict=strict)  # raises if weights that are tied only here differ
     return replace(stored, tensors=tensors, aliases=aliases)
 
 
 def _hold_same_part(value: Any, other: Any) -> bool:
-    """Whether two targets hold the same part of a tensor on this rank."""
+    """Whether two targets hold the same box of a tensor on this rank."""
     return is_sharded(value) == is_sharded(other) and (not is_sharded(value) or local_box(value) == local_box(other))
 
 
-def _optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], placeholders: TensorPlaceholders) -> Any:
-    """Return the state of an optimizer: what has the shape of a parameter is sharded as the parameter is."""
+def _reshard_optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], placeholders: TensorPlaceholders) -> Any:
+    """Return the state of an optimizer with entries of the shape of a parameter sharded like the parameter."""
     numbers = [number for group in stored["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (parameter for group in groups for parameter in group["params"]), strict=True))
     state = {
@@ -347,7 +347,7 @@ def _optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], placeholders: T
 
 
 def _apply_plan(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> None:
-    """Restore everything on every rank, or raise on every rank and leave everything as it was."""
+    """Restore everything on every rank; if a rank fails, raise on every rank. See the module docstring for what is undone."""
     numbers: list[int] = []
     undo: list[Callable[[], object]] = []
 
@@ -368,10 +368,10 @@ def _apply_plan(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> None:
         for revert in reversed(undo):
             revert()
         raise
-    _restore_rest(saver, plan, options, numbers)
+    saver.run_and_agree("load_state", partial(_restore_rest, saver, plan, options, numbers))
     saver.note_loaded(plan.saved.where)
     state = saver.components.state
-    plan.said += _restore_random_states(state.process_index, state.num_processes, plan)
+    plan.warnings += _restore_random_states(state.process_index, state.num_processes, plan)
 
 
 def _run_explained(step: Callable[[], None], where: str) -> None:
@@ -382,13 +382,11 @@ def _run_explained(step: Callable[[], None], where: str) -> None:
 
 
 def _as_checkpoint_error(error: Exception, where: str) -> SlipstreamError:
-    """Return an error of whatever kind that came of reading a state, as one that names the checkpoint."""
+    """Return any error that a state caused as a `CheckpointError` that names the checkpoint."""
     if isinstance(error, CheckpointError):
         return error
     kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
-    ours = CheckpointError(f"{where} cannot be loaded: {kind}{str(error)[:1000]}")
-    ours.__cause__ = error
-    return ours
+    return CheckpointError(f"{where} cannot be loaded: {kind}{str(error)[:1000]}")
 
 
 def _check_random_states(state: Any, where: str) -> None:
@@ -406,7 +404,7 @@ def _check_random_states(state: Any, where: str) -> None:
 
 
 def _loader_states(loaders: Iterable[Any], saved: SavedState, own: Mapping[str, Any] | None) -> Iterator[tuple[Any, Any]]:
-    """Yield loaders, each with the state that it will be given, as far as there are some."""
+    """Yield each loader with the state that it will be given."""
     for number, (loader, state) in enumerate(zip(loaders, saved.loaders or [], strict=False)):
         same = own is not None and saved.world == loader.data_rank.world_size
         yield loader, own["loaders"][number] if same and own is not None and "loaders" in own else state
@@ -426,7 +424,7 @@ def _restore_fallible(saver: Saver, plan: _RestorePlan, undo: list[Callable[[], 
             undo.append(_state_undo(scheduler))
             scheduler.load_state_dict(stored)
     scaler = saver.components.precision.scaler
-    if saved.scaler is not None and (bool(saved.scaler) == scaler.scales or not saved.receipt):  # else the receipt has said it already
+    if saved.scaler is not None and (bool(saved.scaler) == scaler.scales or not saved.receipt):  # else `_compare_settings` warns
         with _explain_refusal(saved.where, "the loss scale", scaler):
             undo.append(_state_undo(scaler))
             scaler.load_state_dict(saved.scaler)
@@ -438,13 +436,13 @@ def _explain_refusal(where: str, what: str, value: Any) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"{where} cannot be loaded: {what} ({type(value).__name__}) does not take its state ({type(error).__name__}: "
+            f"{where} cannot be loaded: {what} ({type(value).__name__}) rejected its state ({type(error).__name__}: "
             f"{str(error)[:300]})"
         ) from error
 
 
 def _optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Return what restores an optimizer: loading gives it a new state and new groups, so the old ones are kept, without a copy."""
+    """Return a function that restores an optimizer. Loading replaces its state and groups, so no copy of the old ones is needed."""
     attributes, groups = dict(vars(optimizer)), [(group, dict(group)) for group in optimizer.param_groups]
 
     def undo() -> None:
@@ -467,18 +465,25 @@ def _state_undo(value: Any) -> Callable[[], object]:
 
 
 def _restore_rest(saver: Saver, plan: _RestorePlan, options: LoadOptions, numbers: list[int]) -> None:
+    """Restore what was checked before and has no undo: a copy of the weights for it would take as much memory as the model."""
     components, saved = saver.components, plan.saved
-    for loader, state in _loader_states(components.registry.loaders, saved, plan.own):
-        loader.load_state_dict(state, **({} if options.resume is None else {"resume": options.resume}))
-    for number in numbers:
-        if (stored := saved.models.get(number)) is not None:
-            original = components.stepper.models[number].original
-            load_into(original, stored.tensors, stored.aliases, stored.extra, strict=options.strict is not False)
-    if plan.loop is not None:
-        components.stepper.restore(plan.loop)
-        if saved.clipping is not None:
-            components.clipper.restore(saved.clipping)
-        components.stepper.set_gradients(plan.gradients)
+    try:
+        for loader, state in _loader_states(components.registry.loaders, saved, plan.own):
+            loader.load_state_dict(state, **({} if options.resume is None else {"resume": options.resume}))
+        for number in numbers:
+            if (stored := saved.models.get(number)) is not None:
+                original = components.stepper.models[number].original
+                load_into(original, stored.tensors, stored.aliases, stored.extra, strict=options.strict is not False)
+        if plan.loop is not None:
+            components.stepper.restore(plan.loop)
+            if saved.clipping is not None:
+                components.clipper.restore(saved.clipping)
+            components.stepper.set_gradients(plan.gradients)
+    except Exception as error:
+        raise CheckpointError(
+            f"{saved.where} was loaded in part ({type(error).__name__}: {str(error)[:1000]}). The state of this run is now a mixture and "
+            "cannot be used: call load_state again with a checkpoint that loads, or end the run."
+        ) from error
 
 
 def _run_load_hooks(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> list[int]:
@@ -487,9 +492,9 @@ def _run_load_hooks(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> l
     everything = list(models)
     for hook in saver.load_hooks.values():
         hook(models, str(plan.saved.folder))
-    wanted = {id(model) for model in models}  # hooks take out what they loaded themselves
+    wanted = {id(model) for model in models}  # hooks remove the models that they load
     numbers = [number for number, prepared in enumerate(everything) if id(prepared) in wanted]
-    plan.said += [_without_weights(saver, plan.saved, number, options) for number in numbers if number not in plan.saved.models]
+    plan.warnings += [_without_weights(saver, plan.saved, number, options) for number in numbers if number not in plan.saved.models]
     return numbers
 
 
@@ -498,10 +503,11 @@ def _without_weights(saver: Saver, saved: SavedState, number: int, options: Load
     kind = type(saver.components.stepper.models[number].original).__name__
     text = f"{saved.where} has no weights of model {number} ({kind})"
     if options.strict is False:
-        return f"{text}: it keeps those it has"
+        return f"{text}: it keeps its present weights"
     raise CheckpointError(
-        f"{text}: it was not prepared when that was saved, or a hook took them out. Prepare the same models in the same order, or register "
-        "the hook that loads them and takes the model out of its list (register_load_state_pre_hook), or leave it as it is by strict=False"
+        f"{text}: it was not prepared when that was saved, or a save hook removed them. Prepare the same models in the same order, "
+        "register the hook that loads them and removes the model from its list (register_load_state_pre_hook), or pass "
+        "strict=False to keep its weights"
     )
 
 
@@ -509,16 +515,16 @@ def _restore_random_states(rank: int, world: int, plan: _RestorePlan) -> list[st
     saved = plan.saved
     if plan.own is not None and plan.own.get("random"):
         left_out = rng.restore(plan.own["random"])
-        return [f"rank {rank}: there is no {kind} here for the random state in {saved.where}" for kind in left_out]
+        return [f"rank {rank}: there is no {kind} device here for the random state in {saved.where}" for kind in left_out]
     seed = int.from_bytes(hashlib.blake2b(f"{saved.seed}/{saved.step}/{rank}".encode(), digest_size=7).digest(), "little")
     rng.set_seed(seed)
     if saved.world is not None and rank >= saved.world:
-        why = f"it was saved by {saved.world} processes, and there are {world} now"
+        why = f"it was saved by {saved.world} processes and there are {world} now"
     else:
-        why = "this rank did not call save_state, or did not come to the end of it"
+        why = "this rank did not call save_state, or did not finish it"
     get_logger(__name__).warning(
-        f"{saved.where} has no random state of rank {rank} ({why}): it was derived from the seed, so draws differ from a run that never "
-        "stopped",
+        f"{saved.where} has no random state of rank {rank} ({why}): it is derived from the seed, so random numbers differ from those of a "
+        "run without interruption",
         main_process_only=False,
     )
     return []

@@ -190,7 +190,7 @@ class Saver:
     background: BackgroundTask = field(default_factory=BackgroundTask)
     last: str | None = None
     """The checkpoint that was saved last."""
-    history: str = ""
+    run_id: str = ""
     """Names this run since its last load, the same on all ranks (8 hex digits): saves of another one at the same step are not its own."""
 
     folders: SaveFolders = field(init=False)
@@ -199,7 +199,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.folders = SaveFolders(self.components.state.runtime)
-        self.history = self.components.state.runtime.notes.agree("run", secrets.token_hex(4))
+        self.run_id = self.components.state.runtime.notes.agree("run", secrets.token_hex(4))
 
     @cached_property
     def disk(self) -> Disk:
@@ -283,11 +283,11 @@ class Saver:
         return given
 
     def note_loaded(self, where: str) -> None:
-        """Begin a new history, whose numbers come after those of the checkpoint that was loaded."""
+        """Begin a new run_id, whose numbers come after those of the checkpoint that was loaded."""
         from slipstream.checkpoint.manifest import checkpoint_number
 
         self.last = where
-        self.history = hashlib.blake2b(self.history.encode(), digest_size=4).hexdigest()
+        self.run_id = hashlib.blake2b(self.run_id.encode(), digest_size=4).hexdigest()
         number = checkpoint_number(os.path.basename(where.rstrip("/")))
         if self.folder is not None and number is not None:
             self.project.iteration = max(self.project.iteration, number + 1)
@@ -321,9 +321,12 @@ class Saver:
         if options.dedup and is_url(target):
             get_logger(__name__).warning(f"save_state(dedup=True) has no effect at {redact(target)}: only files on a disk can be linked")
         machine = self.components.state.runtime.process.node_rank if self.project.save_on_each_node else None
-        self.folders.announce(self.folder or target, make_stamp(self.components, self.history), machine=machine)
-        place = open_destination(target, self.disk)
-        write = self._begin_shared(place, target, options, shard_bytes) if self.writes else self._begin_own(place, target, options)
+        self.folders.announce(self.folder or target, make_stamp(self.components, self.run_id), machine=machine)
+        destination = open_destination(target, self.disk)
+        if self.writes:
+            write = self._begin_shared(destination, target, options, shard_bytes)
+        else:
+            write = self._begin_own(destination, target, options)
         if self.folder is not None:
             self.project.iteration += 1
         if options.async_save:
@@ -349,15 +352,15 @@ class Saver:
         self.background.wait()
         self.folders.check()
 
-    def _begin_shared(self, place: Destination, target: str, options: SaveOptions, shard_bytes: int | None) -> Callable[[], None]:
+    def _begin_shared(self, destination: Destination, target: str, options: SaveOptions, shard_bytes: int | None) -> Callable[[], None]:
         """Take the state of the run, and return what writes it."""
         from slipstream.checkpoint.capture import capture_snapshot
         from slipstream.checkpoint.writer import write_checkpoint
 
-        stage = place.begin()
+        stage = destination.begin()
         try:
             weights = self.take_weights(str(stage.folder))
-            snapshot = self._keep(capture_snapshot(self.components, self.history, self.objects, weights, options.metric), options)
+            snapshot = self._keep(capture_snapshot(self.components, self.run_id, self.objects, weights, options.metric), options)
         except BaseException:
             stage.abandon()
             raise
@@ -365,31 +368,31 @@ class Saver:
 
         def write() -> None:
             try:
-                reusable = place.reusable(last) if options.dedup else []
+                reusable = destination.reusable(last) if options.dedup else []
                 write_checkpoint(stage, snapshot, max_shard_size=shard_bytes, reusable=reusable, dedup=options.dedup)
             except BaseException:
                 stage.abandon()
                 raise
-            self.finish(place, target, snapshot)
+            self.finish(destination, target, snapshot)
 
         return write
 
-    def _begin_own(self, place: Destination, target: str, options: SaveOptions) -> Callable[[], None]:
+    def _begin_own(self, destination: Destination, target: str, options: SaveOptions) -> Callable[[], None]:
         """Take what belongs to this rank alone, and return what writes it."""
         from slipstream.checkpoint.capture import capture_snapshot
 
         if self.save_hooks:
             self.take_weights(target)
-        snapshot = self._keep(capture_snapshot(self.components, self.history, (), None, None), options)
-        return lambda: place.add_rank_file(snapshot)
+        snapshot = self._keep(capture_snapshot(self.components, self.run_id, (), None, None), options)
+        return lambda: destination.add_rank_file(snapshot)
 
-    def finish(self, place: Destination, target: str, snapshot: Snapshot) -> None:
+    def finish(self, destination: Destination, target: str, snapshot: Snapshot) -> None:
         """Take in the files of other ranks after a commit, and remove what is no longer kept."""
-        place.collect(snapshot.facts.stamp)
+        destination.collect(snapshot.facts.stamp)
         self.last = target
         if self.folder is not None:
-            place.mark_latest()
-            place.rotate(self.retention)
+            destination.mark_latest()
+            destination.rotate(self.retention)
 
     def _keep(self, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
         return self.arena.keep(snapshot) if options.async_save else snapshot

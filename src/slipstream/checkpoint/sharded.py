@@ -1,13 +1,13 @@
-"""Sharded tensors (torch's `DTensor`): the part that this rank holds, and tensors assembled from stored pieces.
+"""Sharded tensors (torch's `DTensor`): the shard that this rank holds, and tensors assembled from stored shards.
 
-`PieceFiles` opens the files of pieces and knows which box of which tensor lies where. Until its target is known a tensor is a placeholder
-on the meta device. `reshard` replaces the placeholders in a state by what this rank needs, reading and verifying only those bytes, so a
-checkpoint loads under another sharding or world size. Nothing here communicates, and torch's DTensor package is not imported unless the
-script has done so.
+`ShardFiles` opens shard files and finds the boxes of each tensor in them. A loaded state first has placeholders on the meta device;
+`reshard` replaces them by what this rank needs and reads and verifies only those bytes, so a checkpoint loads under any sharding and
+world size. Nothing here communicates, and torch's DTensor package is not imported unless the script has done so.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from slipstream.checkpoint.manifest import open_listed_file
-from slipstream.checkpoint.shard_layout import Box, PiecePosition, cover_box, element_runs, read_positions, whole_box
+from slipstream.checkpoint.shard_layout import Box, ShardPosition, cover_box, element_runs, read_positions, whole_box
 from slipstream.checkpoint.tensor_bytes import DTYPES, TORCH_DTYPES, from_buffer, require_storable
 from slipstream.distributed.codec import empty_host_tensor
 from slipstream.errors import CheckpointError
@@ -29,8 +29,8 @@ from slipstream.files.disk import FileEntry
 from slipstream.files.safetensors_layout import TensorEntry, read_layout
 
 __all__ = [
-    "BrokenPiecesError", "LocalShard", "PieceFiles", "TensorPlaceholders", "is_sharded", "local_box", "local_shard",
-    "local_shards", "open_pieces", "replicate_like", "reshard", "shard_like",
+    "BrokenShardError", "LocalShard", "ShardFiles", "TensorPlaceholders", "is_sharded", "local_box", "local_shard",
+    "local_shards", "open_shards", "replicate_like", "reshard", "shard_like",
 ]
 
 
@@ -39,17 +39,17 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What a rank holds of a tensor."""
+    """The part of a sharded tensor that this rank holds."""
 
     tensor: torch.Tensor
-    """The rank's own elements: no copy."""
-    place: PiecePosition
+    """The local elements, not a copy."""
+    position: ShardPosition
     owned: bool
-    """Whether it is this rank that stores them: one of those that hold the same."""
+    """Whether this rank stores the shard: exactly one of the ranks that hold the same elements does."""
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor of which other ranks may hold parts.
+    """Whether a value is a `DTensor`.
 
     >>> is_sharded(torch.ones(2)), is_sharded(3)
     (False, False)
@@ -61,26 +61,26 @@ def is_sharded(value: Any) -> bool:
 
 
 def local_shard(tensor: Any, where: str) -> LocalShard:
-    """Return what this rank holds of a sharded tensor; `where` begins the messages."""
+    """Return the shard of a tensor that this rank holds; `where` begins the error messages."""
     if any(placement.is_partial() for placement in tensor.placements):
-        raise CheckpointError(f"{where} is a sum of which every rank has a summand ({tensor.placements}). Reduce it before it is saved.")
+        raise CheckpointError(f"{where} is a partial sum on every rank ({tensor.placements}). Reduce it before it is saved.")
     coordinate = tensor.device_mesh.get_coordinate()
     shape = tuple(tensor.shape)
-    if coordinate is None:  # this rank is not one of those that share it
-        return LocalShard(torch.empty((0,) * len(shape), dtype=tensor.dtype), PiecePosition(shape, Box(shape, (0,) * len(shape))), False)
+    if coordinate is None:  # this rank is not part of the mesh
+        return LocalShard(torch.empty((0,) * len(shape), dtype=tensor.dtype), ShardPosition(shape, Box(shape, (0,) * len(shape))), False)
     box = local_box(tensor)
     local = require_storable(tensor.to_local().detach(), where)
     if local.dtype not in DTYPES:
-        raise CheckpointError(f"{where} is a sharded tensor of {local.dtype}, which a file of pieces cannot hold. Convert it.")
+        raise CheckpointError(f"{where} is a sharded tensor of {local.dtype}, which shard files cannot store. Convert it.")
     if tuple(local.shape) != box.shape:
-        raise CheckpointError(f"{where} should have the shape {list(box.shape)} on this rank, by its placements, not {list(local.shape)}.")
-    first = all(place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
-    empty = 0 in shape and all(place == 0 for place in coordinate)  # somebody has to say that it is there
-    return LocalShard(local, PiecePosition(shape, box), first and (box.volume > 0 or empty))
+        raise CheckpointError(f"{where} has the shape {list(local.shape)} on this rank, and its placements give {list(box.shape)}.")
+    first_replica = all(index == 0 for index, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
+    stores_empty = 0 in shape and not any(coordinate)  # a tensor without elements is stored by the first rank
+    return LocalShard(local, ShardPosition(shape, box), first_replica and (box.volume > 0 or stores_empty))
 
 
 def local_box(tensor: Any) -> Box:
-    """Return which part of the whole a tensor holds on this rank: all of it, unless it is sharded.
+    """Return the box of the full tensor that this rank holds: all of it, unless it is sharded.
 
     >>> local_box(torch.ones(2, 3))
     Box(offset=(0, 0), shape=(2, 3))
@@ -96,28 +96,26 @@ def local_box(tensor: Any) -> Box:
 
 
 def shard_like(target: Any, local: torch.Tensor) -> Any:
-    """Return a tensor that is sharded as `target` is, of which this rank holds these elements."""
-    kind = sys.modules["torch.distributed.tensor"].DTensor
-    local = local.to(target.device)
-    return kind.from_local(
-        local, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    """Return a tensor that is sharded like `target`, with these local elements."""
+    return sys.modules["torch.distributed.tensor"].DTensor.from_local(
+        local.to(target.device), target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
     )
 
 
 def replicate_like(target: Any, full: torch.Tensor) -> Any:
-    """Return a tensor that every rank which shares `target` holds whole."""
+    """Return a tensor that is replicated on the mesh of `target`."""
     package = sys.modules["torch.distributed.tensor"]
     placements = [package.Replicate() for _ in target.placements]
     return package.DTensor.from_local(full.to(target.device), target.device_mesh, placements, run_check=False)
 
 
 def local_shards(tensors: Mapping[str, Any], where: str) -> dict[str, LocalShard]:
-    """Return what this rank holds of those that are sharded, by name; `where` says whose they are."""
+    """Return the local shards of the sharded tensors among these, by name; `where` names the state in errors."""
     return {name: local_shard(value, f"{name!r} of {where}") for name, value in tensors.items() if is_sharded(value)}
 
 
-class BrokenPiecesError(CheckpointError):
-    """Pieces that cannot be used, of the checkpoint in `folder`. Not every rank need know: each looks at those that it needs."""
+class BrokenShardError(CheckpointError):
+    """Damaged shards of the checkpoint in `folder`. Other ranks may not notice: each reads only the shards that it needs."""
 
     def __init__(self, problem: object, folder: str) -> None:
         super().__init__(str(problem))
@@ -125,49 +123,53 @@ class BrokenPiecesError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A piece, and where its bytes lie."""
+class _StoredShard:
+    """A shard and its place in a file."""
 
     file: VerifiedBlockFile
     entry: TensorEntry
     start: int
-    """Where in the file its data begins."""
-    place: PiecePosition
+    """The offset of its data in the file."""
+    position: ShardPosition
 
-    def read(self, part: Box) -> torch.Tensor:
-        """Return the elements of a part of it: a view of what was read."""
-        inner, shape = part.relative_to(self.place.box), self.place.box.shape
-        item = TORCH_DTYPES[self.entry.dtype].itemsize
-        runs = element_runs(inner, shape, gap=BLOCK_SIZE // item)
+    def read(self, box: Box) -> torch.Tensor:
+        """Return the elements of a box of the full tensor that lies within this shard, as a view of the bytes that were read."""
+        inner, shape = box.relative_to(self.position.box), self.position.box.shape
+        item_size = TORCH_DTYPES[self.entry.dtype].itemsize
+        runs = element_runs(inner, shape, gap=BLOCK_SIZE // item_size)
         for first, end in runs:
-            self.file.view(self.start + first * item, self.start + end * item)
+            self.file.view(self.start + first * item_size, self.start + end * item_size)
         first, end = runs[0][0], runs[-1][1]
-        row = from_buffer(self.file.memory(), self.entry.dtype, (end - first,), self.start + first * item, self.start + end * item)
-        return row.as_strided(inner.shape, _strides(shape))
+        span = (self.start + first * item_size, self.start + end * item_size)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return from_buffer(self.file.memory(), self.entry.dtype, (end - first,), *span).as_strided(inner.shape, strides)
 
 
-class PieceFiles(Mapping[str, torch.Tensor]):
-    """The tensors whose pieces are in these files of a checkpoint; the headers are read and verified now, the pieces when asked for.
+class ShardFiles(Mapping[str, torch.Tensor]):
+    """The sharded tensors in some shard files of a checkpoint. Headers are read and verified now, shards when they are needed.
 
-    As a mapping it puts each tensor together when it is asked for, and keeps none.
+    As a mapping it assembles each full tensor on access and keeps none.
     """
 
     def __init__(self, files: Sequence[VerifiedBlockFile], where: str) -> None:
         self.where = where
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._shards: dict[str, list[_StoredShard]] = {}
         self._files = files
-        for file in self._files:
+        for file in files:
             layout = read_layout(lambda offset, count, file=file: file.view(offset, offset + count), file.size, file.where)  # type: ignore[misc]
-            places = read_positions(layout, file.where)
+            positions = read_positions(layout, file.where)
             for name, entry in layout.entries.items():
-                self._pieces.setdefault(name, []).append(_Piece(file, entry, layout.data_start + entry.start, places[name]))
-        for name, pieces in self._pieces.items():
-            if len({(piece.entry.dtype, piece.place.shape) for piece in pieces}) > 1:
-                raise CheckpointError(f"{self.where}: the pieces of {name[:100]!r} differ in type, or in what they are pieces of.")
-        self.placeholders: dict[str, torch.Tensor] = {name: _placeholder(pieces[0]) for name, pieces in self._pieces.items()}
+                self._shards.setdefault(name, []).append(_StoredShard(file, entry, layout.data_start + entry.start, positions[name]))
+        for name, shards in self._shards.items():
+            if len({(shard.entry.dtype, shard.position.shape) for shard in shards}) > 1:
+                raise CheckpointError(f"{self.where}: the shards of {name[:100]!r} differ in dtype or full shape.")
+        self.placeholders: dict[str, torch.Tensor] = {
+            name: torch.empty(shards[0].position.shape, dtype=TORCH_DTYPES[shards[0].entry.dtype], device="meta")
+            for name, shards in self._shards.items()
+        }
 
     def release(self) -> None:
-        """Forget what was read; tensors that were handed out keep theirs."""
+        """Release the bytes that were read; tensors that were returned keep theirs."""
         for file in self._files:
             file.release()
 
@@ -182,60 +184,60 @@ class PieceFiles(Mapping[str, torch.Tensor]):
         return len(self.placeholders)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor, in memory of its own."""
-        pieces = self._pieces[name]
-        if not box.volume:
-            return empty_host_tensor(TORCH_DTYPES[pieces[0].entry.dtype], box.shape)
+        """Return a box of a tensor in new memory."""
+        shards = self._shards[name]
         try:
-            found = list(cover_box([piece.place.box for piece in pieces], box))
+            found = list(cover_box([shard.position.box for shard in shards], box)) if box.volume else []
         except ValueError as error:
-            raise CheckpointError(f"{self.where}: {name[:100]!r} cannot be put together: {error}") from None
-        made = empty_host_tensor(TORCH_DTYPES[pieces[0].entry.dtype], box.shape)
-        for number, part in found:
-            made[part.relative_to(box).slices()] = pieces[number].read(part)
-        return made
+            raise CheckpointError(f"{self.where}: {name[:100]!r} cannot be assembled: {error}") from None
+        assembled = empty_host_tensor(TORCH_DTYPES[shards[0].entry.dtype], box.shape)
+        for index, part in found:
+            assembled[part.relative_to(box).slices()] = shards[index].read(part)
+        return assembled
 
 
 class TensorPlaceholders:
-    """Where the tensors are that placeholders stand for."""
+    """The stored tensors behind placeholders."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[PieceFiles, str, torch.Tensor]] = {}
+        self._known: dict[int, tuple[ShardFiles, str, torch.Tensor]] = {}
 
-    def add(self, pieces: PieceFiles) -> dict[str, torch.Tensor]:
-        """Return the placeholders for all tensors in these pieces, by name."""
-        self._known |= {id(tensor): (pieces, name, tensor) for name, tensor in pieces.placeholders.items()}
-        return pieces.placeholders
+    def add(self, files: ShardFiles) -> dict[str, torch.Tensor]:
+        """Return placeholders for all tensors in these shard files, by name."""
+        self._known |= {id(tensor): (files, name, tensor) for name, tensor in files.placeholders.items()}
+        return files.placeholders
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
     def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """Return a box of a tensor, or of what it stands for."""
+        """Return a box of a tensor, or of the stored tensor if it is a placeholder."""
         if not tensor.is_meta:
             return tensor if box == whole_box(tensor.shape) else tensor[box.slices()].clone(memory_format=torch.contiguous_format)
         known = self._known.get(id(tensor))
         if known is None:
-            raise CheckpointError("A tensor of the checkpoint is in pieces, and something else than a tensor is made of it.")
-        pieces, name, _ = known
+            raise CheckpointError("A value other than a tensor was stored in shards.")
+        files, name, _ = known
         try:
-            return pieces.read(name, box)
+            return files.read(name, box)
         except CheckpointError as error:
-            raise BrokenPiecesError(error, pieces.where) from error
+            raise BrokenShardError(error, files.where) from error
 
 
-def open_pieces(folder: Path, names: Sequence[str], files: Mapping[str, FileEntry], sums: Callable[[str], Any]) -> PieceFiles:
-    """Return the pieces in these files of a checkpoint; `sums` gives the verified bytes of a file of sums."""
+def open_shards(
+    folder: Path, names: Sequence[str], files: Mapping[str, FileEntry], read_checksums: Callable[[str], Any]
+) -> ShardFiles:
+    """Open shard files of a checkpoint; `read_checksums` returns the verified bytes of a file of block checksums."""
     try:
-        return PieceFiles([_open(folder, name, files[name].size, sums(checksums_name(name))) for name in names], str(folder))
+        return ShardFiles([_open(folder, name, files[name].size, read_checksums(checksums_name(name))) for name in names], str(folder))
     except CheckpointError as error:
-        raise BrokenPiecesError(error, str(folder)) from error
+        raise BrokenShardError(error, str(folder)) from error
 
 
-def _open(folder: Path, name: str, size: int, sums: Any) -> VerifiedBlockFile:
+def _open(folder: Path, name: str, size: int, checksums: Any) -> VerifiedBlockFile:
     descriptor = open_listed_file(folder, name)
     try:
-        file = VerifiedBlockFile(descriptor, size, sums, str(folder / name))
+        file = VerifiedBlockFile(descriptor, size, checksums, str(folder / name))
     except BaseException:
         os.close(descriptor)
         raise
@@ -244,10 +246,10 @@ def _open(folder: Path, name: str, size: int, sums: Any) -> VerifiedBlockFile:
 
 
 def reshard(value: Any, target: Any, placeholders: TensorPlaceholders) -> Any:
-    """Return the same state with every tensor as this rank needs it, going by what stands at its place in `target`.
+    """Return a state with every tensor laid out for this rank like its counterpart in `target`.
 
-    A target that is a tensor holds for everything inside of the value: if it is sharded, tensors of its shape are sharded alike, those of
-    other shapes are held whole by every rank that shares it.
+    A target that is a tensor applies to everything inside the value. If it is sharded, tensors of its shape are sharded in the same way,
+    and tensors of other shapes are replicated on its mesh.
     """
     if isinstance(value, torch.Tensor):
         return _reshard(value, target, placeholders)
@@ -255,9 +257,9 @@ def reshard(value: Any, target: Any, placeholders: TensorPlaceholders) -> Any:
         pairs = [(key, reshard(item, _target_child(target, key), placeholders)) for key, item in value.items()]
         return _mapping_like(value, pairs)
     if type(value) in (list, tuple):
-        return type(value)(reshard(item, _target_child(target, place), placeholders) for place, item in enumerate(value))
+        return type(value)(reshard(item, _target_child(target, index), placeholders) for index, item in enumerate(value))
     if isinstance(value, deque):
-        return deque((reshard(item, _target_child(target, place), placeholders) for place, item in enumerate(value)), value.maxlen)
+        return deque((reshard(item, _target_child(target, index), placeholders) for index, item in enumerate(value)), value.maxlen)
     return value
 
 
@@ -281,21 +283,8 @@ def _target_child(target: Any, key: Any) -> Any:
 def _mapping_like(value: Mapping[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
     if type(value) is dict:
         return dict(pairs)
-    made: Any = value.copy() if hasattr(value, "copy") else dict(value)  # keeps what an OrderedDict or defaultdict has besides
+    made: Any = value.copy() if hasattr(value, "copy") else dict(value)  # keeps the factory of a defaultdict
     made.update(pairs)
     if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
         made._metadata = value._metadata
     return made
-
-
-def _placeholder(piece: _Piece) -> torch.Tensor:
-    return torch.empty(piece.place.shape, dtype=TORCH_DTYPES[piece.entry.dtype], device="meta")
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of a tensor that is stored row by row."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

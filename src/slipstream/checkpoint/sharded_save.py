@@ -1,12 +1,12 @@
-"""Save state that is sharded over ranks: every rank takes part, and one that stays away is named.
+"""Save state that is sharded over ranks. Every rank must call it; an error names a rank that does not.
 
-    begin    the ranks meet; the writing rank has opened a stage and says which
-    write    each rank writes what it holds into that stage, and the writing rank what all share
-    agree    each reports what it wrote or its error; after an error nothing is committed and every rank raises
+    begin    the writing rank opens a stage; the ranks agree on it
+    write    each rank writes its shards into that stage, the writing rank also the shared state
+    agree    each rank reports what it wrote, or its error; after an error nothing is committed and every rank raises
     commit   the writing rank commits and reports the outcome
 
-With async saving the ranks meet once more when each has its snapshot. Then each writes on its own and leaves a flag in the rendezvous
-store; the writing rank waits for all flags and commits. No background thread takes part in a collective.
+With async saving the ranks also agree once every rank has its snapshot. Each then writes in the background and puts its report into the
+rendezvous store; the writing rank waits for all reports and commits. No background thread takes part in a collective.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from slipstream.checkpoint.capture import PiecesPart, Snapshot, capture_snapshot
+from slipstream.checkpoint.capture import Snapshot, capture_snapshot
 from slipstream.checkpoint.writer import (
     Destination,
     RankContribution,
@@ -42,7 +42,7 @@ _LONGEST_ERROR: Final = 2000
 
 
 def save_sharded(saver: Saver, output_dir: Any, options: SaveOptions) -> str:
-    """Save, and return the path of the checkpoint. Every rank has to call it; when one returns, it is there, unless the save is async."""
+    """Save and return the path of the checkpoint, which is complete unless the save is async. Every rank must call this."""
     with ExitStack() as cleanup:
         save = _ShardedSave(saver, options, cleanup)
         save.agree_on_target(saver.run_and_agree("save_state", partial(save.begin, output_dir)))
@@ -59,16 +59,16 @@ def save_sharded(saver: Saver, output_dir: Any, options: SaveOptions) -> str:
 
 @dataclass
 class _ShardedSave:
-    """One save, as one rank sees it. The methods are its steps; each returns what the other ranks are told."""
+    """The steps of one save on one rank. Each returns its report to the other ranks."""
 
     saver: Saver
     options: SaveOptions
     cleanup: ExitStack
-    """What gives the stage up, unless it is committed."""
+    """Abandons the stage unless it is committed."""
     target: str = ""
     ticket: str | None = None
-    """What names the stage that the writing rank has begun."""
-    place: Destination = field(init=False)
+    """The name of the stage that the writing rank opened."""
+    destination: Destination = field(init=False)
     stage: Stage = field(init=False)
     snapshot: Snapshot = field(init=False)
     written: WrittenParts = field(init=False)
@@ -78,13 +78,13 @@ class _ShardedSave:
         saver.background.wait()
         if saver.project.save_on_each_node:
             raise ConfigError(
-                "ProjectConfiguration(save_on_each_node=True) with state that is sharded over processes: no machine has all of it. Leave "
-                "it out, and save to a folder that all machines see, or to a URL"
+                "ProjectConfiguration(save_on_each_node=True) does not work with sharded state: no machine has all "
+                "of it. Leave it out, and save to a folder that all machines share, or to a URL"
             )
         self.target = saver.target(output_dir)
-        self.place = open_destination(self.target, saver.disk)
+        self.destination = open_destination(self.target, saver.disk)
         if saver.writes:
-            self._enter(self.place.begin())
+            self._enter(self.destination.begin())
             self.ticket = self.stage.ticket
         return [self.target, self.ticket, saver.project.iteration]
 
@@ -93,43 +93,42 @@ class _ShardedSave:
         self.cleanup.callback(stage.abandon)  # does nothing once it is committed
 
     def agree_on_target(self, reports: list[Any]) -> None:
-        """Take over the target, the ticket and the number of the rank that writes."""
+        """Adopt the target, the ticket and the checkpoint number of the writing rank."""
         target, self.ticket, iteration = next(report for report in reports if report[1] is not None)
-        if self.saver.folder is not None:  # the numbers of the writing rank count
-            self.target, self.place = target, open_destination(target, self.saver.disk)
+        if self.saver.folder is not None:
+            self.target, self.destination = target, open_destination(target, self.saver.disk)
             self.saver.project.iteration = iteration + 1
         elif any(report[0] != target for report in reports):
             given = ", ".join(f"rank {rank}: {report[0]!r}" for rank, report in enumerate(reports))
-            raise ConfigError(f"save_state was given different folders ({given}): state that is sharded over processes is one checkpoint")
+            raise ConfigError(f"save_state was given different folders ({given}): sharded state needs one folder")
 
     def capture(self) -> list[str]:
-        """Take what this rank will write; hooks of the script run now."""
+        """Run the save hooks and capture what this rank will write."""
         saver = self.saver
         if not saver.writes:
-            self._enter(self.place.join(str(self.ticket)))
+            self._enter(self.destination.join(str(self.ticket)))
         weights = saver.take_weights(str(self.stage.folder))
-        pieces: list[PiecesPart] = []
-        snapshot = capture_snapshot(saver.components, saver.history, saver.objects, weights, self.options.metric, pieces)
+        snapshot = capture_snapshot(saver.components, saver.run_id, saver.objects, weights, self.options.metric, shards=[])
         if not saver.writes:
             snapshot = replace(snapshot, models=(), optimizers=(), training=None, objects=())
         self.snapshot = saver.arena.keep(snapshot) if self.options.async_save else snapshot
-        return [snapshot.facts.stamp, *(part.base for part in snapshot.pieces)]
+        return [snapshot.facts.stamp, *(part.base for part in snapshot.shards)]
 
     def check_positions(self, positions: list[Any]) -> None:
         if any(position != positions[0] for position in positions):
-            found = "; ".join(f"rank {rank}: {stamp} with {', '.join(held) or 'nothing'}" for rank, (stamp, *held) in enumerate(positions))
+            found = "; ".join(f"rank {rank}: {stamp}, {', '.join(parts) or 'nothing'}" for rank, (stamp, *parts) in enumerate(positions))
             raise CheckpointError(
-                f"{redact(self.target)} was not saved: the ranks are at different places of the run, or have different things to save "
-                f"({found}). Call save_state at the same place on every rank, with the same hooks."
+                f"{redact(self.target)} was not saved: the ranks are at different positions of the run, or have different parts to save "
+                f"({found}). Call save_state at the same point on every rank, with the same hooks."
             )
 
     def write(self) -> dict[str, Any]:
         options = self.options
-        reusable = self.place.reusable(self.saver.last) if options.dedup else []
+        reusable = self.destination.reusable(self.saver.last) if options.dedup else []
         self.written = write_parts(
             self.stage, self.snapshot, max_shard_size=options.shard_bytes, reusable=reusable, dedup=options.dedup
         )
-        if not self.stage.common:  # files of hooks in this folder are seen by no other process
+        if not self.stage.common:  # other processes do not see files that hooks wrote here
             adopt_hook_files(self.stage, self.written.contribution.files)
         return self.written.contribution.to_dict()
 
@@ -138,7 +137,7 @@ class _ShardedSave:
         if saver.writes:
             others = [contribution for contribution in contributions if contribution.rank != self.snapshot.rank]
             commit_manifest(self.stage, self.snapshot, self.written, others)
-            saver.finish(self.place, self.target, self.snapshot)
+            saver.finish(self.destination, self.target, self.snapshot)
         saver.last = self.target
 
     # -- async saving -------------------------------------------------------------------------------------------------
@@ -148,9 +147,9 @@ class _ShardedSave:
         report: dict[str, Any] = {}
         with self.cleanup:
             try:
-                report = {"share": self.write()}
+                report = {"contribution": self.write()}
             except Exception as error:
-                report = {"trouble": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
+                report = {"error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
                 raise
             finally:
                 if not self.saver.writes and report:
@@ -158,7 +157,7 @@ class _ShardedSave:
             self.commit(self._await_contributions() if self.saver.writes else [])
 
     def _await_contributions(self) -> list[RankContribution]:
-        """Return what the other ranks have written, once all of them have."""
+        """Wait for the reports of the other ranks and return them."""
         state = self.saver.components.state
         notes, deadline = state.runtime.notes, time.monotonic() + state.limits.timeout
         found = []
@@ -168,12 +167,12 @@ class _ShardedSave:
             name = f"{self.ticket}/{rank}"
             if not notes.has(name, wait=max(0.0, deadline - time.monotonic())):
                 raise CheckpointError(
-                    f"{redact(self.target)} was not saved: rank {rank} did not come to the end of writing its part within "
+                    f"{redact(self.target)} was not saved: rank {rank} did not finish writing its part within "
                     f"{state.limits.timeout:.0f} s (the timeout of collectives)"
                 )
-            report = strict_json.parse(notes.agree(name, "").encode(), f"the note of rank {rank}")
+            report = strict_json.parse(notes.agree(name, "").encode(), f"the report of rank {rank}")
             notes.take_back(name)
-            if "trouble" in report:
-                raise CheckpointError(f"{redact(self.target)} was not saved: rank {rank} raised {report['trouble']}")
-            found.append(RankContribution.from_dict(report["share"]))
+            if "error" in report:
+                raise CheckpointError(f"{redact(self.target)} was not saved: rank {rank} raised {report['error']}")
+            found.append(RankContribution.from_dict(report["contribution"]))
         return found

@@ -30,7 +30,7 @@ from slipstream.checkpoint.manifest import (
     read_manifest,
 )
 from slipstream.checkpoint.pickle_reader import NotPlainError, read_values
-from slipstream.checkpoint.sharded import open_pieces
+from slipstream.checkpoint.sharded import open_shards
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError, read_archive
 from slipstream.errors import CheckpointError
@@ -41,7 +41,7 @@ from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
 from slipstream.logging import get_logger
 
-__all__ = ["PIECES_FILE", "WeightFile", "WeightSource", "find_weights", "is_safetensors", "is_torch_file", "read_torch_file"]
+__all__ = ["SHARDS_FILE", "WeightFile", "WeightSource", "find_weights", "is_safetensors", "is_torch_file", "read_torch_file"]
 
 
 _ZIP: Final = b"PK\x03\x04"
@@ -86,8 +86,8 @@ def read_torch_file(buffer: Any, where: str, remedy: str, *, views: bool = False
         raise CheckpointError(f"{where} is no file that torch.save wrote, or is damaged: {str(error)[:300]}") from error
 
 
-PIECES_FILE: Final = "(pieces)"
-"""In the place of a file: all tensors that are stored in pieces."""
+SHARDS_FILE: Final = "(shards)"
+"""In the place of a file: all tensors that are stored in shards."""
 
 _INDEX: Final = ".index.json"
 _SAFE: Final = ".safetensors"
@@ -123,13 +123,13 @@ class WeightSource:
     entries: Mapping[str, FileEntry] = field(default_factory=dict)
     """Sizes and checksums, where there is a manifest."""
     links_within: Path | None = None
-    pieces: tuple[str, ...] = ()
-    """Files with pieces of sharded tensors, which are opened as one file, `PIECES_FILE`."""
+    shards: tuple[str, ...] = ()
+    """Files with shards of sharded tensors, which are opened as one file, `SHARDS_FILE`."""
 
     def open(self, name: str, *, verify: bool = True) -> WeightFile:
         """Return a file and its tensors: those that the index places there, if there is an index."""
-        if name == PIECES_FILE:
-            return self._open_pieces()
+        if name == SHARDS_FILE:
+            return self._open_shards()
         where = str(self.folder / name)
         buffer = self._mapped(name, verify=verify)
         if name.endswith(_SAFE) or (not name.endswith(_TORCH) and is_safetensors(buffer, len(buffer))):
@@ -143,9 +143,9 @@ class WeightSource:
             return WeightFile(where, buffer, self._chosen(name, tensors), layout, aliases)
         return WeightFile(where, buffer, self._chosen(name, _torch_tensors(buffer, where)), None, {})
 
-    def _open_pieces(self) -> WeightFile:
-        pieces = open_pieces(self.folder, self.pieces, self.entries, self._mapped)
-        return WeightFile(str(self.folder), None, pieces, None, {}, pieces.placeholders)
+    def _open_shards(self) -> WeightFile:
+        shards = open_shards(self.folder, self.shards, self.entries, self._mapped)
+        return WeightFile(str(self.folder), None, shards, None, {}, shards.placeholders)
 
     def each(self) -> Iterator[WeightFile]:
         """Yield the files, one after the other."""
@@ -268,8 +268,8 @@ def _in_checkpoint(folder: Path) -> WeightSource:
     if len(manifest.models) > 1:
         get_logger(__name__).warning(f"{folder} holds {len(manifest.models)} models; the first one, {manifest.models[0].kind}, is taken.")
     model = manifest.models[0]
-    files = (*model.files, PIECES_FILE) if model.pieces else model.files
-    return WeightSource(folder, files, model.index, None, model.aliases, model.extra, manifest.files, pieces=model.pieces)
+    files = (*model.files, SHARDS_FILE) if model.shards else model.files
+    return WeightSource(folder, files, model.index, None, model.aliases, model.extra, manifest.files, shards=model.shards)
 
 
 def _single(folder: Path, name: str) -> WeightSource:

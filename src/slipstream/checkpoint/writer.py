@@ -2,7 +2,7 @@
 
 The writing process (the main one, or the first of each machine) writes what all ranks share and its own state; every other rank writes
 one small file. No rank waits for another: a rank's file is put beside the checkpoint, and whoever comes second, the rank or the commit,
-moves it inside. Of sharded state each rank writes its pieces with block checksums, and the writing rank verifies that they are complete
+moves it inside. Of sharded state each rank writes its shards with block checksums, and the writing rank verifies that they are complete
 before it commits. A destination is a local folder (`LocalDestination`) or a URL (`RemoteTarget`), with the same methods.
 """
 
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 from slipstream.checkpoint import remote
-from slipstream.checkpoint.capture import ModelPart, PiecesPart, Snapshot, StatePart, package_versions
+from slipstream.checkpoint.capture import ModelPart, ShardedPart, Snapshot, StatePart, package_versions
 from slipstream.checkpoint.commit import LocalStage, LocalTarget, write_latest
 from slipstream.checkpoint.manifest import (
     Manifest,
@@ -69,8 +69,8 @@ class RankContribution:
     own: str
     """The part that belongs to this rank alone."""
     files: dict[str, FileEntry] = field(default_factory=dict)
-    pieces: dict[str, list[str]] = field(default_factory=dict)
-    """Files of pieces, by the name of their model or part."""
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    """Files of shards, by the name of their model or part."""
     elements: dict[str, int] = field(default_factory=dict)
     """How many elements are in them."""
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -114,9 +114,9 @@ def write_parts(
     """Write everything that is in a snapshot. Nothing is committed. With `dedup`, frozen weights get files of their own."""
     with bar(snapshot.size, "saving", "B") as shown, _Writer(stage, reusable if dedup else (), shown.update) as writer:
         contribution = RankContribution(snapshot.rank, "", writer.files)
-        for part in snapshot.pieces:
+        for part in snapshot.shards:
             name = f"{part.base}-rank-{snapshot.rank + 1:05d}-of-{snapshot.facts.world:05d}"
-            contribution.pieces[part.base] = _write_pieces(writer, part, name, max_shard_size, separate_frozen=dedup)
+            contribution.shards[part.base] = _write_shards(writer, part, name, max_shard_size, separate_frozen=dedup)
             contribution.elements[part.base] = sum(tensor.numel() for tensor in part.tensors.values())
             contribution.aliases[part.base] = dict(part.aliases)
         written = WrittenParts(
@@ -135,22 +135,22 @@ def commit_manifest(stage: Stage, snapshot: Snapshot, written: WrittenParts, oth
     ranks = sorted([written.contribution, *others], key=lambda contribution: contribution.rank)
     files = {name: entry for contribution in ranks for name, entry in contribution.files.items()}
     adopt_hook_files(stage, files)
-    _check_complete(snapshot.pieces, ranks, str(stage.folder))
-    pieces = {part.base: tuple(name for rank in ranks for name in rank.pieces.get(part.base, ())) for part in snapshot.pieces}
+    _check_complete(snapshot.shards, ranks, str(stage.folder))
+    shards = {part.base: tuple(name for rank in ranks for name in rank.shards.get(part.base, ())) for part in snapshot.shards}
     manifest = Manifest(
         **vars(snapshot.facts),
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         written_by=f"slipstream {package_versions()['slipstream']}",
         files=files,
         models=tuple(
-            replace(model, aliases={**model.aliases, **_merge_aliases(ranks, part.base)}, pieces=pieces.get(part.base, ()))
+            replace(model, aliases={**model.aliases, **_merge_aliases(ranks, part.base)}, shards=shards.get(part.base, ()))
             for model, part in zip(written.models, snapshot.models, strict=True)
         ),
         optimizers=written.optimizers,
         training=written.training,
         objects=written.objects,
         ranks={contribution.rank: contribution.own for contribution in ranks},
-        pieces={name: found for name in (*written.optimizers, *written.objects) if (found := pieces.get(Path(name).stem))},
+        shards={name: found for name in (*written.optimizers, *written.objects) if (found := shards.get(Path(name).stem))},
     )
     stage.commit(manifest.dump())
     return manifest
@@ -161,8 +161,8 @@ def _merge_aliases(ranks: Sequence[RankContribution], base: str) -> dict[str, st
     return {name: kept for contribution in ranks for name, kept in contribution.aliases.get(base, {}).items()}
 
 
-def _check_complete(parts: Sequence[PiecesPart], ranks: Sequence[RankContribution], where: str) -> None:
-    """Raise if the pieces that were written are not all of what is sharded."""
+def _check_complete(parts: Sequence[ShardedPart], ranks: Sequence[RankContribution], where: str) -> None:
+    """Raise if the shards that were written are not all of what is sharded."""
     for part in parts:
         aliases = _merge_aliases(ranks, part.base)
         wanted = sum(math.prod(shape) for name, shape in part.shapes.items() if name not in aliases)
@@ -254,7 +254,7 @@ def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, 
     return ModelEntry(model.kind, tuple(names), model.aliases, index, extra, model.number)
 
 
-def _write_pieces(writer: _Writer, part: PiecesPart, base: str, max_shard_size: int | None, *, separate_frozen: bool) -> list[str]:
+def _write_shards(writer: _Writer, part: ShardedPart, base: str, max_shard_size: int | None, *, separate_frozen: bool) -> list[str]:
     """Write what this rank stores of a model or part, each file with a file of block checksums; return the names of the former."""
     frozen = part.frozen if separate_frozen else frozenset()
     groups = [group for group in plan_shards(part.tensors, max_shard_size, frozen) if group]
@@ -265,7 +265,7 @@ def _write_pieces(writer: _Writer, part: PiecesPart, base: str, max_shard_size: 
         def encode(group: Sequence[str] = group) -> EncodedFile:
             nonlocal sums
             sums = BlockChecksums()
-            metadata = describe_positions({key: part.places[key] for key in group})
+            metadata = describe_positions({key: part.positions[key] for key in group})
             chunks, size = encode_tensors({key: part.tensors[key] for key in group}, metadata)
             return sums.passing(chunks), size
 

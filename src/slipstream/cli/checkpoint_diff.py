@@ -136,7 +136,7 @@ def compare_stored(place: str, first: StoredTensor, second: StoredTensor) -> Val
     """Return how two tensors differ; None if they are equal."""
     if first.entry.dtype != second.entry.dtype or first.entry.shape != second.entry.shape:
         return ValueDifference(place, first.describe(), second.describe())
-    difference = compare_tensors(first.entry.dtype, first.pieces(), second.pieces())
+    difference = compare_tensors(first.entry.dtype, first.chunks(), second.chunks())
     return ValueDifference(place, first.describe(), second.describe(), difference) if difference.changed else None
 
 
@@ -302,8 +302,8 @@ def _parts(checkpoint: CheckpointSummary, manifest: Manifest) -> dict[str, _Part
     named |= {f"rank {rank}": name for rank, name in sorted(manifest.ranks.items())}
     found: dict[str, _PartFiles] = {}
     for title, name in named.items():
-        pieces = manifest.pieces.get(name, ())
-        found[title] = (checkpoint.folder, name, [manifest.files[file] for file in (name, *pieces)], pieces)
+        shards = manifest.shards.get(name, ())
+        found[title] = (checkpoint.folder, name, [manifest.files[file] for file in (name, *shards)], shards)
     for rank, path in sorted(checkpoint.ranks().items()):
         said = RankFile.of(path.name[path.name.index("rank_") :])
         assert said is not None

@@ -168,7 +168,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _model(checkpoint: CheckpointSummary, model: ModelEntry, tensors: bool) -> dict[str, Any]:
-    files = [*model.files, *model.pieces]
+    files = [*model.files, *model.shards]
     known = {"number": model.number, "kind": model.kind, "files": files, "aliases": dict(model.aliases), "extra": model.extra}
     try:
         stored = read_model_tensors(checkpoint.folder, model)
@@ -180,7 +180,7 @@ def _model(checkpoint: CheckpointSummary, model: ModelEntry, tensors: bool) -> d
 def _part(checkpoint: CheckpointSummary, name: str, tensors: bool, more: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     try:
         assert checkpoint.manifest is not None
-        tree, stored = read_state_part(checkpoint.folder, name, checkpoint.manifest.pieces.get(name, ()))
+        tree, stored = read_state_part(checkpoint.folder, name, checkpoint.manifest.shards.get(name, ()))
     except CheckpointError as error:
         return {"file": name, "problem": str(error)}
     return {"file": name, **more(tree), **_counted(stored.values(), tensors)}

@@ -309,7 +309,7 @@ def _layouts(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] | No
     if (path / MANIFEST).is_file():
         with ConfinedFolder(path) as held:
             manifest = parse_manifest(held.read(MANIFEST, _LARGEST_MANIFEST), str(path / MANIFEST))
-        if not manifest.models or manifest.models[0].pieces:
+        if not manifest.models or manifest.models[0].shards:
             return None
         return [(_layout(path / check_name(name, MANIFEST)), None) for name in manifest.models[0].files]
     names = sorted(file.name for file in path.iterdir())

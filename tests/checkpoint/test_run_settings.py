@@ -36,7 +36,7 @@ def test_learning_rate_checkpoint_overrides_said(tmp_path: Path) -> None:
     where = accelerator.save_state(tmp_path / "first")
     begin()[0].load_state(where, strict=True)
     begin(foreach=False)[0].load_state(where, strict=True)
-    with pytest.raises(CheckpointError, match=r"optimizer 0 \(Adam\) goes on with the settings of the checkpoint: lr 0.01 in the script"):
+    with pytest.raises(CheckpointError, match=r"optimizer 0 \(Adam\) continues with the settings of the checkpoint: lr 0.01 in the script"):
         begin(lr=0.01)[0].load_state(where, strict=True)
 
 
