@@ -11,11 +11,11 @@ from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.prepare import build_loader
 from slipstream.distributed.gradient_state import GradientState
-from slipstream.distributed.guard import Limits, SingleProcessChannel
+from slipstream.distributed.guard import Channel, Limits
 
 
 def place(rank: int = 0, world_size: int = 1) -> DataRank:
-    return DataRank(rank, world_size, SingleProcessChannel, Limits())
+    return DataRank(rank, world_size, Channel, Limits())
 
 
 def prepared(

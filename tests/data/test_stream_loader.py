@@ -22,7 +22,7 @@ from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSet
 from slipstream.data.prepare import build_loader, skip_first_batches
 from slipstream.data.stream_loader import StreamLoader
 from slipstream.distributed.gradient_state import BatchShares, GradientState
-from slipstream.distributed.guard import Limits, SingleProcessChannel
+from slipstream.distributed.guard import Channel, Limits
 from slipstream.errors import ConfigError
 
 WORLDS = [1, 2, 3, 4]
@@ -104,7 +104,7 @@ def prepared(loader: DataLoader[Any], rank: int | None = None, world_size: int =
         state = PartialState()
         place = DataRank(state.process_index, state.num_processes, state._channel, state._limits)
     else:
-        place = DataRank(rank, world_size, SingleProcessChannel, Limits())
+        place = DataRank(rank, world_size, Channel, Limits())
     config = DataLoaderConfiguration(**options)
     settings = LoaderSettings(
         data_rank=place, config=config, seed=seed, gradient_state=GradientState(), effective_batch_size=effective
@@ -657,7 +657,7 @@ class Epochal(IterableDataset[Any]):
 
 
 def alone(loader: DataLoader[Any], **options: Any) -> PreparedLoader:
-    data_rank = DataRank(0, 1, SingleProcessChannel, Limits())
+    data_rank = DataRank(0, 1, Channel, Limits())
     return build_loader(loader, LoaderSettings(data_rank=data_rank, config=DataLoaderConfiguration(**options), **REST))
 
 
@@ -704,7 +704,7 @@ def test_own_parts_have_no_length() -> None:
     """Parts of ranks have no length that all know."""
 
     def made(rank: int) -> PreparedLoader:
-        data_rank = DataRank(rank, 2, SingleProcessChannel, Limits())
+        data_rank = DataRank(rank, 2, Channel, Limits())
         settings = LoaderSettings(data_rank=data_rank, config=DataLoaderConfiguration(), **REST)
         return build_loader(DataLoader(Part(range(rank, 5, 2), rank, 2)), settings)
 

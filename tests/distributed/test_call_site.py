@@ -14,11 +14,11 @@ import torch
 
 from slipstream.distributed.call_site import user_frames
 from slipstream.distributed.collectives import gather_with_gradient
-from slipstream.distributed.guard import GuardedCall, Limits, SingleProcessChannel
+from slipstream.distributed.guard import Channel, GuardedCall, Limits
 from slipstream.distributed.heartbeat import StackSignal, read_stack_by_signal
 
 
-class Recorder(SingleProcessChannel):
+class Recorder(Channel):
     """A channel of one process that keeps where it was called."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def by_signal() -> list[str]:
     signal = StackSignal()
     signal.install()
     try:
-        return read_stack_by_signal({**signal.note(), "pid": os.getpid()})
+        return read_stack_by_signal({**signal.record(), "pid": os.getpid()})
     finally:
         signal.remove()
 
@@ -98,7 +98,7 @@ def work():
     print(*user_frames(sys._getframe()), sep="\\n")
     signal = StackSignal()
     signal.install()
-    print("by signal", *read_stack_by_signal({**signal.note(), "pid": os.getpid()}), sep="\\n")
+    print("by signal", *read_stack_by_signal({**signal.record(), "pid": os.getpid()}), sep="\\n")
 
 work()
 """

@@ -169,7 +169,7 @@ def test_barrier_waits_for_long_work(ranks: Any) -> None:
 
     outcomes = ranks(2).outcomes(run)
     assert [outcome.value for outcome in outcomes] == [["main", "other"]] * 2
-    assert "Not there: rank 0" in outcomes[1].output
+    assert "Missing: rank 0" in outcomes[1].output
 
 
 def test_barrier_ends_on_silent_rank(ranks: Any) -> None:

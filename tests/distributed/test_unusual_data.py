@@ -15,7 +15,7 @@ from slipstream import MismatchError, PartialState
 from slipstream.distributed import codec, pytree
 from slipstream.distributed.codec import PackedTensor
 from slipstream.distributed.collectives import pad, reduce
-from slipstream.distributed.guard import Limits, SingleProcessChannel
+from slipstream.distributed.guard import Channel, Limits
 
 SIZES = (3, 20_000)
 """What rides in the header, and what does not."""
@@ -96,7 +96,7 @@ def test_irreducible_types_refused(ranks: Any, world: int) -> None:
     ids=str,
 )
 def test_the_advice_fits_what_was_passed(value: Any, reduction: str, advice: str) -> None:
-    assert advice in refusal(lambda: reduce(SingleProcessChannel(), Limits(), value, reduction))
+    assert advice in refusal(lambda: reduce(Channel(), Limits(), value, reduction))
 
 
 def test_oversized_number_raises_on_all(ranks: Any) -> None:
@@ -192,7 +192,7 @@ def test_rowless_tensor_advice(make: Any, advice: str) -> None:
     """A tensor without rows gets advice that fits."""
     tensor = make()
     assert advice in refusal(lambda: PackedTensor(tensor))
-    assert advice in refusal(lambda: pad(SingleProcessChannel(), Limits(), tensor))
+    assert advice in refusal(lambda: pad(Channel(), Limits(), tensor))
 
 
 @pytest.mark.parametrize(

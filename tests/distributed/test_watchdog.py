@@ -221,7 +221,7 @@ def test_long_backward_wait_prints_table(ranks: Any) -> None:
     assert [outcome.error for outcome in outcomes] == [None] * 3
     printed = outcomes[0].output
     assert f"slipstream: rank 0 has been 2 s in backward number 4 at {HERE}" in printed
-    assert "Not there: rank 1." in printed
+    assert "Missing: rank 1." in printed
     assert f"the last was backward number 3 at {HERE}" in printed
     assert HERE.rstrip(":") + '", line' in printed, "the stack of the rank that sleeps"
     assert [outcome.output for outcome in outcomes[1:]] == ["", ""], "one table is enough"
@@ -314,7 +314,7 @@ def test_stopped_rank_in_backward(ranks: Any) -> None:
     kind, message, _ = outcomes[0].value
     assert kind == "WaitTimeoutError"
     assert "stopped by a signal" in message
-    assert "Not there: rank 1" in outcomes[0].output
+    assert "Missing: rank 1" in outcomes[0].output
 
 
 def test_different_sections_deadlock_raises(ranks: Any) -> None:

@@ -119,7 +119,7 @@ from slipstream.logging import get_logger
 from slipstream.distributed.current import current
 install_warning_dedup(WorkerOutput(json=True).dump(), {})
 told = []
-current().hearers.append(lambda logger, text: told.append((logger, text)))
+current().warning_listeners.append(lambda logger, text: told.append((logger, text)))
 warnings.warn_explicit("careful", UserWarning, "lib.py", 3)
 logging.getLogger("other").addHandler(logging.StreamHandler())
 logging.getLogger("other").warning("lost %d", 1)

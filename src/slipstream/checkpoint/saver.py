@@ -112,9 +112,9 @@ class SaveFolders:
         self._own = {"rank": process.rank, "host": process.host, "given": redact(folder), "folder": found, "site": call_site()}
         self._note = f"save/{self._number}/{digest}"
         try:
-            first = json.loads(self._runtime.notes.agree(self._note, json.dumps(self._own)))
+            first = json.loads(self._runtime.store_flags.agree(self._note, json.dumps(self._own)))
             if not same_folder(first, self._own):
-                self._runtime.notes.append(f"{self._note}/other", json.dumps(self._own) + "\n")
+                self._runtime.store_flags.append(f"{self._note}/other", json.dumps(self._own) + "\n")
         except torch.distributed.DistError:  # the process that serves the store is gone, and with it whoever could be asked
             self._note = None
         self.check()
@@ -125,8 +125,8 @@ class SaveFolders:
         if note is None:
             return
         try:
-            others = self._runtime.notes.read(f"{note}/other")
-            first = self._runtime.notes.agree(note, json.dumps(self._own)) if others else ""
+            others = self._runtime.store_flags.read(f"{note}/other")
+            first = self._runtime.store_flags.agree(note, json.dumps(self._own)) if others else ""
         except torch.distributed.DistError:
             return
         if not others:
@@ -199,7 +199,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.folders = SaveFolders(self.components.state.runtime)
-        self.run_id = self.components.state.runtime.notes.agree("run", secrets.token_hex(4))
+        self.run_id = self.components.state.runtime.store_flags.agree("run", secrets.token_hex(4))
 
     @cached_property
     def disk(self) -> Disk:

@@ -153,25 +153,25 @@ class _ShardedSave:
                 raise
             finally:
                 if not self.saver.writes and report:
-                    state.runtime.notes.agree(f"{self.ticket}/{state.process_index}", strict_json.dump(report).decode())
+                    state.runtime.store_flags.agree(f"{self.ticket}/{state.process_index}", strict_json.dump(report).decode())
             self.commit(self._await_contributions() if self.saver.writes else [])
 
     def _await_contributions(self) -> list[RankContribution]:
         """Wait for the reports of the other ranks and return them."""
         state = self.saver.components.state
-        notes, deadline = state.runtime.notes, time.monotonic() + state.limits.timeout
+        notes, deadline = state.runtime.store_flags, time.monotonic() + state.limits.timeout
         found = []
         for rank in range(state.num_processes):
             if rank == state.process_index:
                 continue
             name = f"{self.ticket}/{rank}"
-            if not notes.has(name, wait=max(0.0, deadline - time.monotonic())):
+            if not notes.is_set(name, wait=max(0.0, deadline - time.monotonic())):
                 raise CheckpointError(
                     f"{redact(self.target)} was not saved: rank {rank} did not finish writing its part within "
                     f"{state.limits.timeout:.0f} s (the timeout of collectives)"
                 )
             report = strict_json.parse(notes.agree(name, "").encode(), f"the report of rank {rank}")
-            notes.take_back(name)
+            notes.clear(name)
             if "error" in report:
                 raise CheckpointError(f"{redact(self.target)} was not saved: rank {rank} raised {report['error']}")
             found.append(RankContribution.from_dict(report["contribution"]))

@@ -225,10 +225,10 @@ def open_agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Call
 def _warn_once(kind: str, text: str, line: str) -> None:
     """Warn once on the main process, with the level and the user's line in front, as Python's own warnings have them."""
     runtime = current_or_none()
-    if runtime is None or kind not in runtime.told:
+    if runtime is None or kind not in runtime.warned:
         get_logger(__name__).warning(f"WARNING: {line}: {text}")
     if runtime is not None:
-        runtime.told.add(kind)
+        runtime.warned.add(kind)
 
 
 def _digest_beginning(order: SampleOrder | Iterator[Any], start: int, block: int) -> tuple[int, bytes, SampleOrder | Iterator[Any]]:

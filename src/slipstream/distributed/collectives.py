@@ -286,7 +286,7 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
         terms = [_ReduceLeaf(leaf, reduction) for leaf in leaves]
     packed = [term.pack for term in terms]
     text = pytree.describe_structure(data, lambda leaf: describe_tensor(convert_number(leaf)))
-    small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.room
+    small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.max_inline_bytes
     body = Body()
     if small and reduction != "none":
         for pack in packed:
@@ -348,7 +348,7 @@ def _check_type(leaf: Any, tensor: torch.Tensor, reduction: str) -> None:
     spelled = f"the {type(leaf).__name__} {leaf}" if form == 2 else describe_tensor(leaf)
     if tensor.is_complex():
         if reduction in ("max", "min"):
-            raise TypeError(f"{spelled} has no {reduction}, as complex numbers have no order: take the size first, e.g. with abs(...)")
+            raise TypeError(f"{spelled} has no {reduction}, as complex numbers have no order: take the magnitude first, e.g. with abs(...)")
         return
     if tensor.dtype not in _REDUCE_DTYPES:
         way = _CONVERSION_ADVICE["float" if tensor.is_floating_point() else "int"][form]
@@ -568,8 +568,7 @@ _MAX_SHOWN = 5
 def check_agreement(channel: Channel, limits: Limits, what: str, values: Mapping[str, Any]) -> None:
     """Raise MismatchError on every rank if a value of that name is not the same on all of them.
 
-    >>> from slipstream.distributed.guard import SingleProcessChannel
-    >>> check_agreement(SingleProcessChannel(), Limits(), "weights", {"w": torch.ones(2)})
+    >>> check_agreement(Channel(), Limits(), "weights", {"w": torch.ones(2)})
     """
     operation = f"check of {what}"
     with _announce_failures(channel, limits, operation):

@@ -3,7 +3,7 @@
 A `CollectiveCall` carries a text that must be the same on all ranks; its digest travels in a small header with the sequence number. If
 the headers agree, small bodies have already arrived with them and larger ones follow in one collective of a gloo group. If they disagree,
 every rank raises the same table and the group remains usable. Waiting happens in short slices, so that Ctrl-C works, a lost rank is
-noticed and long waits are reported. `SingleProcessChannel` is the same interface for one process.
+noticed and long waits are reported. The base class `Channel` is the same interface for one process.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from slipstream.observability.timing.meter import Meter
 
 __all__ = [
-    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "SingleProcessChannel", "align",
-    "announce_failure", "check_rank", "explain_mismatch", "make_call", "wait_in_slices",
+    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "align", "announce_failure",
+    "check_rank", "explain_mismatch", "make_call", "wait_in_slices",
 ]
 
 
 _MAGIC = 0x534C5031
 _MAGIC_SIZE = 4
 _AGREED = 28
-"""The bytes at the beginning that have to be the same on all ranks."""
+"""The leading bytes that must be the same on all ranks."""
 _LENGTH_AT = 32
 _LONGEST_SHOWN = 600
 
@@ -63,10 +63,10 @@ class CollectiveCall:
         self.site = site
         """The user's file:line."""
         self.describe = describe
-        """What this rank passed, in full: only asked for when something is wrong."""
+        """Returns what this rank passed, in full; called only for an error message."""
 
     def header(self, sequence: int, body_length: int, inline: int) -> bytes:
-        """Return what travels ahead of the payload; `inline` bytes of body follow at once.
+        """Return the header of the payload; `inline` bytes of the body follow it in the same frame.
 
         >>> len(CollectiveCall("gather", "float32(*)", "train.py:3", str).header(7, 8, 8))
         48
@@ -87,7 +87,7 @@ _GATHER_NAMES: Final = ("gather ", "gather_for_metrics ")
 
 
 def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
-    """Return the message for ranks that called different things; ranks that did the same share a line.
+    """Return the message for ranks that made different calls; ranks with the same call share a line.
 
     >>> texts = ["gather int64(2,) at a.py:1", "reduce(sum) int64(2,) at a.py:9", "gather int64(2,) at a.py:1"]
     >>> print(explain_mismatch(texts, 4))  # doctest: +ELLIPSIS
@@ -117,13 +117,13 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
 
 
 def _gather_lists(texts: Sequence[str]) -> bool:
-    """Whether all ranks gather, and some of them a list."""
+    """Return whether all ranks gather, and some of them a list."""
     fit = all(text.startswith(_GATHER_NAMES) and "(which could not be sent" not in text for text in texts)
     return fit and any("[" in text or " entries" in text for text in texts)
 
 
 def _explain_lone_rank(texts: Sequence[str]) -> str:
-    """Return a question about the line that one rank is at alone, if there is such a rank; it names the most likely condition above it."""
+    """Return a question about a line that only one rank is at, with the most likely condition around it; empty if there is none."""
     sites = [text.rpartition(" at ")[2] for text in texts]
     ranks = [rank for rank, site in enumerate(sites) if sites.count(site) == 1]
     if not ranks or (ranks[0] != 0 and len(ranks) > 1):
@@ -137,7 +137,7 @@ def _explain_lone_rank(texts: Sequence[str]) -> str:
 
 
 def _shorten(text: str, begin: int) -> str:
-    """Shorten a long text to what surrounds the first difference, and keep the line of the call."""
+    """Shorten a long text to the surroundings of the first difference, and keep the line of the call."""
     if len(text) <= _LONGEST_SHOWN:
         return text
     what, _, site = text.rpartition(" at ")
@@ -184,7 +184,7 @@ class Body:
 
 
 class GuardedCall:
-    """A guarded call in progress. This base class serves a single process: what it sends is what it receives."""
+    """A guarded call in progress. This base class is for a single process, which receives what it sends."""
 
     def __enter__(self) -> GuardedCall:
         return self
@@ -195,7 +195,7 @@ class GuardedCall:
     def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
         """Return the bodies of all ranks (of `sender` only, or only on `receiver`; others get empty ones).
 
-        They may lie in a buffer that the next call overwrites: copy what is kept.
+        They may be views of a buffer that the next call overwrites: copy what you keep.
         """
         own = numpy.empty(body.length, dtype=numpy.uint8)
         body.write_to(own)
@@ -212,32 +212,28 @@ class GuardedCall:
 
 
 class Channel:
-    """What the collectives need of a process group."""
+    """The interface that collectives need of a process group. This base class is the channel of a single process."""
 
     rank = 0
     world_size = 1
-    room = sys.maxsize
-    """Bytes that travel with the header, so that a call costs one collective."""
+    max_inline_bytes = sys.maxsize
+    """The largest body that is sent with the header, so that a call costs one exchange."""
     blocked_by = ""
-    """A block in which no collective may be called, because the other processes may never call it; empty if there is none."""
+    """The name of a block in which collectives are not allowed, because the other processes may never call them; or empty."""
     broken: str | None = None
     """Why the channel can no longer be used; the next call opens another."""
 
     def guard(self, call: CollectiveCall, limits: Limits, *, patient: bool = False) -> GuardedCall:
-        """Return the context of a call; `patient` waits as long as the others show signs of life, up to `barrier_timeout`."""
-        if self.blocked_by:  # also with one process: a program that works with one must not hang with two
+        """Return the context of a call; a `patient` call waits up to `barrier_timeout` while the others show signs of life."""
+        if self.blocked_by:  # also with one process, because the program would hang with two
             raise StateError(
-                f"{call.operation} at {call.site} was called inside {self.blocked_by}: every process gets another number of items, so the "
-                f"others may never come to it. Call it after that, on every process.\n(raised on rank {self.rank})"
+                f"{call.operation} at {call.site} was called inside {self.blocked_by}: processes get different numbers of items, so the "
+                f"others may never make this call. Call it after that block, on every process.\n(raised on rank {self.rank})"
             )
         return self._begin(call, limits, patient)
 
     def _begin(self, call: CollectiveCall, limits: Limits, patient: bool) -> GuardedCall:
         return GuardedCall()
-
-
-class SingleProcessChannel(Channel):
-    """The channel of a single process: there is nobody to wait for."""
 
 
 class GroupChannel(Channel):
@@ -259,17 +255,17 @@ class GroupChannel(Channel):
         self.world_size = world_size
         self.generation = generation
         self.sequence = 0
-        self.room = transport.room
-        self.out_of_step: str | None = None
-        """Why torch's collectives no longer match between the ranks, while ours do; the next watched section opens another generation."""
+        self.max_inline_bytes = transport.max_inline_bytes
+        self.torch_group_desynchronized: str | None = None
+        """Why torch collectives no longer match between the ranks, though guarded ones do; the next watched section reopens the group."""
         self.meters: Iterable[Meter] = ()
         """Where the time inside calls is recorded."""
         self.heartbeat = heartbeat
         self.transport = transport
         self.data = data
-        self.begun = _collective_counter(data)
-        """Returns how many collectives torch's own group has begun."""
-        heartbeat.count_with(self.begun)
+        self.count_torch_collectives = _collective_counter(data)
+        """Returns how many collectives torch's default group has begun."""
+        heartbeat.count_with(self.count_torch_collectives)
         self.lock = threading.RLock()
         self._open_control = control
         self._control: Any = None
@@ -278,14 +274,14 @@ class GroupChannel(Channel):
 
     @property
     def usable(self) -> bool:
-        """Whether both our collectives and torch's can be called."""
-        return self.broken is None and self.out_of_step is None
+        """Whether both guarded and torch collectives can be called."""
+        return self.broken is None and self.torch_group_desynchronized is None
 
     def _begin(self, call: CollectiveCall, limits: Limits, patient: bool) -> GuardedCall:
         return _GroupCall(self, call, limits, patient)
 
     def control(self) -> Any:
-        """Return the gloo group for large payloads, opened when all ranks first have one to send."""
+        """Return the gloo group for large payloads, opened with the first of them."""
         if self._control is None:
             self._control = self._open_control()
         return self._control
@@ -295,7 +291,7 @@ class GroupChannel(Channel):
         return self.control() if tensor.device.type == _CPU else self.data
 
     def release(self, reason: str) -> list[Any]:
-        """Close the transport, and return the groups to their owner, who closes them."""
+        """Close the transport, and return the groups, which the caller closes."""
         self.broken = self.broken or reason
         self.transport.close()
         groups = [self._control, self.data]
@@ -304,12 +300,12 @@ class GroupChannel(Channel):
         return groups
 
     def abort(self, reason: str) -> bool:
-        """End this generation: the other ranks find the connections closed, also those that wait in a collective of torch.
+        """End this generation by closing its connections, which also ends waits of other ranks in torch collectives.
 
-        Return whether the connections of torch's own group could be closed: only then does a wait in one of its collectives end.
+        Return whether the connections of torch's default group were closed; if not, waits in its collectives do not end.
         """
         self.broken = self.broken or reason
-        with self._aborting:  # the thread that waits and the heartbeat may both call it
+        with self._aborting:  # the waiting thread and the heartbeat may both call it
             self.transport.close()
             return self._disconnect()
 
@@ -330,8 +326,8 @@ class _GroupCall(GuardedCall):
         try:
             channel.sequence += 1
             channel.heartbeat.enter(channel.generation, channel.sequence, self._call.operation, self._call.site)
-            if channel.heartbeat.loss is not None:
-                self._raise_lost()
+            if channel.heartbeat.peer_failure is not None:
+                self._raise_peer_failure()
         except BaseException:
             channel.lock.release()
             raise
@@ -347,10 +343,10 @@ class _GroupCall(GuardedCall):
     def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
         """Send the header, and the body behind it if it fits; bodies that do not fit follow in one collective."""
         channel = self._channel
-        frames = self._send(body, channel.transport.room_of_one if sender == channel.rank else channel.room)
+        frames = self._send(body, channel.transport.max_inline_bytes_single_sender if sender == channel.rank else channel.max_inline_bytes)
         own = frames[channel.rank]
         if any(frame[:_MAGIC_SIZE] != own[:_MAGIC_SIZE] for frame in frames):
-            raise ValueError("another process sent something that is not a header: are all of them on the same version of slipstream?")
+            raise ValueError("another process sent something that is not a header: do all of them run the same version of slipstream?")
         if any(frame[:_AGREED] != own[:_AGREED] for frame in frames):
             self._raise_mismatch()
         if all(frame[_LENGTH_AT:INLINE_AT] == frame[INLINE_AT:HEADER_SIZE] for frame in frames):
@@ -358,17 +354,17 @@ class _GroupCall(GuardedCall):
         lengths = [int.from_bytes(frame[_LENGTH_AT:INLINE_AT], "little") for frame in frames]
         return self._exchange_bodies(body, lengths, sender, receiver)
 
-    def _send(self, body: Body, room: int) -> list[bytearray]:
-        inline = body.length if body.length <= room else 0
+    def _send(self, body: Body, limit: int) -> list[bytearray]:
+        inline = body.length if body.length <= limit else 0
         frame = bytearray(HEADER_SIZE + inline)
         frame[:HEADER_SIZE] = self._call.header(self._channel.sequence, body.length, inline)
         if inline:
             body.write_to(numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:])
         frames: list[bytearray] = self._run(lambda: self._channel.transport.exchange(frame, self._check))
-        if self._channel.transport.ended():  # a rank that left after this call does not matter to it; one that aborted it does
-            self._channel.heartbeat.find_loss(0.0)
-            if self._channel.heartbeat.loss is not None:
-                self._raise_lost()
+        if self._channel.transport.ended():  # a rank may leave after this call, but must not abort it
+            self._channel.heartbeat.find_peer_failure(0.0)
+            if self._channel.heartbeat.peer_failure is not None:
+                self._raise_peer_failure()
         return frames
 
     def _exchange_bodies(self, body: Body, lengths: Sequence[int], sender: int | None, receiver: int | None) -> list[_Array]:
@@ -403,11 +399,11 @@ class _GroupCall(GuardedCall):
         self._wait(self._channel.group_for(tensor).broadcast([tensor], _root_options(torch.distributed.BroadcastOptions, sender)))
 
     def _raise_mismatch(self) -> NoReturn:
-        """Exchange what every rank was about to do, and raise; all ranks come here together."""
+        """Exchange descriptions of the calls, and raise; all ranks come here together."""
         site = f" at {self._call.site}".encode()
         description = Body()
-        description.add_bytes(self._call.describe().encode()[: self._channel.room - len(site)] + site)
-        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(description, self._channel.room)]
+        description.add_bytes(self._call.describe().encode()[: self._channel.max_inline_bytes - len(site)] + site)
+        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(description, self._channel.max_inline_bytes)]
         raise MismatchError(f"{explain_mismatch(texts, self._channel.sequence)}\n(raised on rank {self._channel.rank})")
 
     # -- waiting --------------------------------------------------------------------------------------------------
@@ -416,26 +412,26 @@ class _GroupCall(GuardedCall):
         self._run(lambda: wait_in_slices(work, self._check))
 
     def _run(self, operation: Callable[[], Any]) -> Any:
-        """Run what waits for other ranks. A broken connection is explained by the launcher or by what the other rank posted before."""
+        """Run an operation that waits for other ranks, and explain a broken connection by what the launcher or the other rank posted."""
         try:
             return operation()
         except ConnectionLost as lost:
             who = "another rank" if lost.rank is None else f"rank {lost.rank}"
-            self._channel.heartbeat.find_loss(1.5, f"the connection to {who} broke ({lost})")
-            self._raise_lost()
-        except BaseException as error:  # a wait that was given up or interrupted leaves half a frame behind
+            self._channel.heartbeat.find_peer_failure(1.5, f"the connection to {who} broke ({lost})")
+            self._raise_peer_failure()
+        except BaseException as error:  # an interrupted exchange may leave half a frame behind
             self._channel.abort(f"{self._call.operation} at {self._call.site} was interrupted by {type(error).__name__}")
             raise
 
     def _check(self) -> None:
-        """Report a long wait, and raise if it cannot or may not go on."""
+        """Report a long wait, and raise if it cannot complete or has timed out."""
         if self._monitor is None:
             self._monitor = WaitMonitor(self._channel.heartbeat, self._limits, patient=self._patient)
         self._monitor.check()
 
-    def _raise_lost(self) -> NoReturn:
-        self._channel.abort(str(self._channel.heartbeat.loss))
-        WaitMonitor(self._channel.heartbeat, self._limits, patient=self._patient).raise_lost()
+    def _raise_peer_failure(self) -> NoReturn:
+        self._channel.abort(str(self._channel.heartbeat.peer_failure))
+        WaitMonitor(self._channel.heartbeat, self._limits, patient=self._patient).raise_peer_failure()
 
 
 def wait_in_slices(work: Any, check: WaitCallback) -> None:
@@ -443,13 +439,13 @@ def wait_in_slices(work: Any, check: WaitCallback) -> None:
     while not _is_done(work):
         check()
     try:
-        work.wait(_SLICE)  # returns at once: the operation has ended, and this says how
+        work.wait(_SLICE)  # returns at once, and raises if the operation failed
     except RuntimeError as error:
         raise ConnectionLost(None, str(error).splitlines()[0]) from None
 
 
 def _is_done(work: Any) -> bool:
-    """Whether an operation ends within a slice, successfully or not."""
+    """Return whether an operation ends within a slice, successfully or not."""
     try:
         work.wait(_SLICE)
     except RuntimeError:  # not yet, or it failed
@@ -458,7 +454,7 @@ def _is_done(work: Any) -> bool:
 
 
 def _collective_counter(group: Any) -> Callable[[], int]:
-    """Return a function that says how many collectives a group has begun; for a group that does not count, the answer always grows."""
+    """Return a function that counts the collectives a group has begun; for a group without a counter, it counts its own calls."""
     # torch internals: the sequence number of a group, with which a section knows whether torch's collectives have begun in it. Tried on
     # torch 2.13; tests/distributed/test_watchdog.py notices. It can go when torch tells which collective a rank waits in.
     try:
@@ -478,14 +474,14 @@ _CALLABLE_FROM_ANY_LINE = {
     "wait_for_everyone", "main_process_first", "local_main_process_first", "destroy_process_group",
     "broadcast", "broadcast_object_list", "copy_tensor_to_devices", "gather_tensor_shape",
 }
-"""Calls that programs make from two branches on purpose: who sends and who receives, who waits before and who after."""
+"""Calls that programs make from two branches on purpose: sender and receivers, those that wait before a block and after it."""
 
 
 def make_call(operation: str, agreement: str, describe: Callable[[], str]) -> CollectiveCall:
-    """Return a call made at the user's present line; `describe` is asked only when the processes disagree.
+    """Return a call made at the user's current line; `describe` is called only when the processes disagree.
 
-    A call that joins everyone's data has to be made at the same line by all: from two lines it is most likely one that a process
-    misses, and its data would be mixed with that of the next.
+    All processes must make a call that joins data at the same line. From two lines, a process has most likely missed a call, and its
+    data would be joined with that of the next one.
     """
     site = call_site()
     if operation.partition(" ")[0] not in _CALLABLE_FROM_ANY_LINE:
@@ -494,9 +490,9 @@ def make_call(operation: str, agreement: str, describe: Callable[[], str]) -> Co
 
 
 def announce_failure(channel: Channel, limits: Limits, operation: str, cause: Exception) -> Exception:
-    """Tell the other processes that this one cannot take part, so that they raise too; return what to raise here.
+    """Tell the other processes that this one cannot take part, so that they raise too; return the exception to raise here.
 
-    Where every process refuses for the same reason they agree, and each raises its own cause.
+    If every process fails for the same reason, the headers agree, and each raises its own cause.
     """
     call = make_call(operation, f"refused: {cause}", lambda: f"(which could not be sent: {cause})")
     with channel.guard(call, limits) as guarded:

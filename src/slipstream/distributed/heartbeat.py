@@ -2,8 +2,8 @@
 
 The thread that calls collectives records what it enters and leaves in memory; a daemon thread writes that record to the rendezvous store
 once a second and, while this rank waits, reads the records of the others. Freshness is judged by this process's own clock, so clocks need
-not agree between hosts. Events that concern every rank (a rank ended, left or gave up, or a stack is wanted) raise an alarm counter that
-waiting ranks poll. The thread never raises into the program: what it finds stands in `Heartbeat.loss` for the waiting thread to raise.
+not agree between hosts. Events that concern every rank (a rank ended, left or gave up, or a stack is requested) increment an alarm counter
+that waiting ranks poll. The thread never raises into the program: it sets `Heartbeat.peer_failure`, and the waiting thread raises.
 The stack of a process that cannot answer is obtained with `faulthandler` and a signal (Linux only).
 """
 
@@ -43,28 +43,28 @@ class RankPosition:
     since: float = field(default_factory=time.monotonic)
     sections: int = 0
     """Watched sections of this generation that it has entered."""
-    syncs: int = 0
-    """Those of them that it entered after its last collective of ours: ranks that are in step have the same."""
+    sections_since_call: int = 0
+    """Those of them that it entered after its last Slipstream collective; equal on ranks that are in step."""
     watched: bool = False
-    """Whether this is a watched section and not a collective of ours."""
+    """Whether this is a watched section and not a Slipstream collective."""
     number: int = 0
     """The number of the section among those of its kind."""
-    begun: int = 0
-    """Collectives of torch that have begun in the section."""
-    reductions: int = 0
-    """Collectives of torch that it has begun after its last collective of ours, in a section or not."""
+    torch_ops: int = 0
+    """Torch collectives that have begun in the section."""
+    torch_ops_since_call: int = 0
+    """Torch collectives that it has begun after its last Slipstream collective, in a section or not."""
 
     @property
     def call(self) -> str:
         """The call with its number and line: `gather number 7 at train.py:20`."""
         return _describe_call(vars(self))
 
-    def note(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         return {**vars(self), "seconds": time.monotonic() - self.since}
 
-    def is_after(self, note: dict[str, Any]) -> bool:
-        """Whether a rank that took part in this has gone on since it wrote the note."""
-        generation, sequence, sections = (note.get(name, 0) for name in ("generation", "sequence", "sections"))
+    def is_after(self, record: dict[str, Any]) -> bool:
+        """Whether a rank that took part in this has gone on since it published the record."""
+        generation, sequence, sections = (record.get(name, 0) for name in ("generation", "sequence", "sections"))
         if generation != self.generation:
             return bool(generation < self.generation)
         return bool(sequence <= self.sequence and sections <= self.sections and (sequence, sections) != (self.sequence, self.sections))
@@ -76,7 +76,7 @@ class WatchedSection(Protocol):
     since: float
     """When it was entered last."""
     ask_after: float
-    """Seconds after which the notes of the others are read."""
+    """Seconds after which the records of the others are read."""
 
     def position(self, waiting: bool) -> RankPosition: ...
 
@@ -86,20 +86,20 @@ class WatchedSection(Protocol):
 
 @dataclass
 class PeerStatus:
-    """What is known of another rank, by this process's own clock."""
+    """What is known about another rank, by this process's own clock."""
 
-    note: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
     beat: int = -1
     heard: float = field(default_factory=time.monotonic)
     stack: list[str] = field(default_factory=list)
     stack_asked: float = 0.0
     stack_key: str = ""
-    """Where the answer to the last question will stand."""
+    """The store key of the answer to the last request for a stack."""
 
-    def hear(self, note: dict[str, Any]) -> None:
-        if note["beat"] != self.beat:
-            self.beat, self.heard = note["beat"], time.monotonic()
-        self.note = note
+    def update(self, record: dict[str, Any]) -> None:
+        if record["beat"] != self.beat:
+            self.beat, self.heard = record["beat"], time.monotonic()
+        self.record = record
 
     @property
     def silent(self) -> float:
@@ -107,24 +107,24 @@ class PeerStatus:
         return time.monotonic() - self.heard
 
 
-def _describe_call(note: dict[str, Any]) -> str:
-    return f"{note['operation']} number {note['number'] if note['watched'] else note['sequence']} at {note['site']}"
+def _describe_call(record: dict[str, Any]) -> str:
+    return f"{record['operation']} number {record['number'] if record['watched'] else record['sequence']} at {record['site']}"
 
 
-def describe_position(note: dict[str, Any]) -> str:
-    """Describe a note for a message.
+def describe_position(record: dict[str, Any]) -> str:
+    """Describe a record for a message.
 
-    >>> describe_position(RankPosition(1, 7, "gather", "train.py:20", waiting=True).note())
+    >>> describe_position(RankPosition(1, 7, "gather", "train.py:20", waiting=True).record())
     'waits 0 s in gather number 7 at train.py:20'
     """
-    if not note:
+    if not record:
         return "nothing heard of it yet"
-    failure = f"; before that it failed in {note['failure']}" if note.get("failure") else ""
-    if note["waiting"]:
-        return f"{'has been' if note['watched'] else 'waits'} {note['seconds']:.0f} s in {_describe_call(note)}{failure}"
-    if not note["operation"]:
-        return f"in no collective yet, for {note['seconds']:.0f} s"
-    return f"in no collective for {note['seconds']:.0f} s; the last was {_describe_call(note)}{failure}"
+    failure = f"; before that it failed in {record['failure']}" if record.get("failure") else ""
+    if record["waiting"]:
+        return f"{'has been' if record['watched'] else 'waits'} {record['seconds']:.0f} s in {_describe_call(record)}{failure}"
+    if not record["operation"]:
+        return f"in no collective yet, for {record['seconds']:.0f} s"
+    return f"in no collective for {record['seconds']:.0f} s; the last was {_describe_call(record)}{failure}"
 
 
 class StackSignal:
@@ -143,7 +143,7 @@ class StackSignal:
         self._file, self._number = os.memfd_create("slipstream-stack"), number
         faulthandler.register(number, file=self._file, all_threads=True, chain=False)
 
-    def note(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Return what another process needs in order to ask for the stack."""
         if self._file is None:
             return {}
@@ -159,17 +159,17 @@ class StackSignal:
             self._file = None
 
 
-def process_state(note: dict[str, Any]) -> str | None:
-    """Return what the operating system says of a process on this host ("stopped by a signal", "gone"); None if it simply runs."""
+def process_state(record: dict[str, Any]) -> str | None:
+    """Return what the operating system says about a process on this host ("stopped by a signal", "gone"); None if it is running."""
     import psutil
 
     try:
-        process = psutil.Process(note["pid"])
-        if "started" in note and abs(process.create_time() - note["started"]) > 1:
-            return f"process {note['pid']} is gone"
+        process = psutil.Process(record["pid"])
+        if "started" in record and abs(process.create_time() - record["started"]) > 1:
+            return f"process {record['pid']} is gone"
         status = process.status()
     except psutil.NoSuchProcess:
-        return f"process {note['pid']} is gone"
+        return f"process {record['pid']} is gone"
     except psutil.AccessDenied:
         return None
     words = {
@@ -181,14 +181,14 @@ def process_state(note: dict[str, Any]) -> str | None:
     return words.get(status)
 
 
-def read_stack_by_signal(note: dict[str, Any]) -> list[str]:
+def read_stack_by_signal(record: dict[str, Any]) -> list[str]:
     """Ask a process on this host for its stack by signal; empty if there is no answer."""
-    if "stack_signal" not in note or process_state(note) is not None:
+    if "stack_signal" not in record or process_state(record) is not None:
         return []
-    path = f"/proc/{note['pid']}/fd/{note['stack_file']}"
+    path = f"/proc/{record['pid']}/fd/{record['stack_file']}"
     try:
         before = os.stat(path).st_size
-        os.kill(note["pid"], note["stack_signal"])
+        os.kill(record["pid"], record["stack_signal"])
         for _ in range(20):
             time.sleep(0.02)
             if os.stat(path).st_size > before:
@@ -198,27 +198,27 @@ def read_stack_by_signal(note: dict[str, Any]) -> list[str]:
             threads = re.split(r"^(?=\w.*hread 0x)", file.read(), flags=re.MULTILINE)
     except OSError as error:
         return [f"(no stack: {error.strerror})"]
-    main = next((text for text in threads if note["stack_thread"] in text), "")
+    main = next((text for text in threads if record["stack_thread"] in text), "")
     return filter_stack(_parse_stack(main))
 
 
 def _parse_stack(text: str) -> list[StackLine]:
     """Return the frames of one thread as `faulthandler` wrote them, outermost first.
 
-    `faulthandler` does not mark the script, so the script is the module body that no other line of the user's program leads to.
+    `faulthandler` does not mark the script, so the script is the outermost module body of the user's files.
     """
     lines: list[StackLine] = []
-    led_by_the_user = False
+    after_user_code = False
     for filename, number, function in reversed(re.findall(r'^\s*File "(.*)", line (\S+) in (.*)$', text, flags=re.MULTILINE)):
         users = is_user_file(filename)
-        is_script = users and function == "<module>" and not led_by_the_user
+        is_script = users and function == "<module>" and not after_user_code
         lines.append(StackLine(f'File "{filename}", line {number}, in {function}', filename, is_script))
-        led_by_the_user = led_by_the_user or users
+        after_user_code = after_user_code or users
     return lines
 
 
 PROCESS_ENDED = "(end of the process)"
-"""Ends the loss of a rank whose process has ended by itself: the launcher may know more in a moment."""
+"""Ends a failure text about a process that ended by itself: the launcher may publish more in a moment."""
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -251,13 +251,13 @@ class Heartbeat:
         self.sections = 0
         self.failure = (0, "")
         """How many sections were complete when this rank failed inside one with an error of its own, and where that was."""
-        self.loss: str | None = None
-        """Why the collective in progress cannot complete, as found in the store; None if nothing is wrong."""
-        self.mistake = False
-        """Whether the loss is an error of the program: the processes called different things."""
-        self.store_trouble: str | None = None
+        self.peer_failure: str | None = None
+        """Why the current collective cannot complete, as found in the store; None if nothing is wrong."""
+        self.is_mismatch = False
+        """Whether the failure is an error of the program: the processes called different things."""
+        self.store_error: str | None = None
         self._completed = self.collective
-        """What this rank completed last: the others took part in it too, whatever their last note says."""
+        """The collective that this rank completed last; the others took part in it even if their last record is older."""
         self.peers = {other: PeerStatus() for other in range(world_size) if other != rank}
         self._store = store
         self._identity = {"host": host, "pid": pid}
@@ -268,8 +268,8 @@ class Heartbeat:
         self._last_sample = 0.0
         self._departures: dict[int, dict[str, Any]] = {}
         self._sections_before = 0
-        self._begun: Callable[[], int] = int
-        self._begun_before = 0
+        self._count_torch_ops: Callable[[], int] = int
+        self._torch_ops_before = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._signal = StackSignal()
@@ -286,25 +286,25 @@ class Heartbeat:
     def leave(self) -> None:
         """Record that the collective is over."""
         left = self.collective
-        self._sections_before, self._begun_before = self.sections, self._begun()
+        self._sections_before, self._torch_ops_before = self.sections, self._count_torch_ops()
         self.collective = self._completed = RankPosition(left.generation, left.sequence, left.operation, left.site, sections=self.sections)
 
     @property
-    def syncs(self) -> int:
-        """Watched sections that were entered since the last collective of ours."""
+    def sections_since_call(self) -> int:
+        """Watched sections entered since the last Slipstream collective."""
         return self.sections - self._sections_before
 
     @property
-    def reductions(self) -> int:
-        """Collectives of torch's own group that were begun since the last collective of ours."""
-        return self._begun() - self._begun_before
+    def torch_ops_since_call(self) -> int:
+        """Collectives of torch's default group begun since the last Slipstream collective."""
+        return self._count_torch_ops() - self._torch_ops_before
 
-    def count_with(self, begun: Callable[[], int]) -> None:
-        """Set the function that says how many collectives torch's own group has begun in this generation."""
-        self._begun, self._begun_before = begun, begun()
+    def count_with(self, count: Callable[[], int]) -> None:
+        """Set the function that counts the collectives that torch's default group has begun in this generation."""
+        self._count_torch_ops, self._torch_ops_before = count, count()
 
     def position(self) -> RankPosition:
-        """Return what this rank is doing: the inner one of a collective of ours and a watched section, or the last of them."""
+        """Return what this rank is doing: the inner one of a Slipstream collective and a watched section, or the last of them."""
         collective, section = self.collective, self.section
         if section is None or collective.since >= section.since and (collective.waiting or not self.in_section):
             return collective
@@ -312,8 +312,8 @@ class Heartbeat:
 
     def start(self) -> None:
         self._signal.install()
-        self._identity.update(self._signal.note())
-        self._publish()  # so that the others know host and process from the first moment on
+        self._identity.update(self._signal.record())
+        self._publish()  # the others need host and process from the start
         self._thread.start()
 
     def stop(self) -> None:
@@ -324,8 +324,8 @@ class Heartbeat:
         self._signal.remove()
 
     def new_generation(self) -> None:
-        """Forget losses of the previous group; a rank that ended stays lost."""
-        self.loss, self.mistake, self.failure = None, False, (0, "")
+        """Clear failures of the previous group; a rank that ended stays lost."""
+        self.peer_failure, self.is_mismatch, self.failure = None, False, (0, "")
         self.section, self.in_section, self.sections, self._sections_before = None, False, 0, 0
         self.count_with(int)
         with self._lock:
@@ -333,7 +333,7 @@ class Heartbeat:
             self._read_exits()
 
     def post(self, kind: str, **details: Any) -> None:
-        """Tell every rank about an event. Never raises: the store may be gone already, which `store_trouble` then says."""
+        """Publish an event to every rank. Never raises: if the store is gone, `store_error` says so."""
         with self._store_access():
             self._post(self._store.add("events", 1), kind=kind, **details)
 
@@ -343,28 +343,28 @@ class Heartbeat:
 
     @contextmanager
     def _store_access(self) -> Iterator[None]:
-        """Hold the lock, and note an error of the store in `store_trouble` instead of raising it."""
+        """Hold the lock, and record an error of the store in `store_error` instead of raising it."""
         with self._lock:
             try:
                 yield
             except RuntimeError as error:
-                self.store_trouble = str(error).splitlines()[0]
+                self.store_error = str(error).splitlines()[0]
 
-    def find_loss(self, wait: float, otherwise: str | None = None) -> None:
-        """Look for up to `wait` seconds for why another rank is gone; `loss` is then what was found, or `otherwise`."""
+    def find_peer_failure(self, wait: float, otherwise: str | None = None) -> None:
+        """Search up to `wait` seconds for why another rank is gone; set `peer_failure` to the result, or to `otherwise`."""
         deadline = time.monotonic() + wait
         is_final = False
         while not is_final:
-            is_final = True  # also where the store does not answer
+            is_final = True  # also if the store does not answer
             with self._store_access():
                 if not self._read_exits():
                     self._read_events()
                     self._judge_departures()
-                    known = self.loss is not None and not self.loss.endswith(PROCESS_ENDED)
+                    known = self.peer_failure is not None and not self.peer_failure.endswith(PROCESS_ENDED)
                     is_final = known or time.monotonic() >= deadline
             if not is_final:
                 time.sleep(0.05)
-        self.loss = self.loss or otherwise
+        self.peer_failure = self.peer_failure or otherwise
 
     # -- the heartbeat thread -------------------------------------------------------------------------------------
 
@@ -373,11 +373,11 @@ class Heartbeat:
             try:
                 with self._lock:
                     self._tick()
-                self.store_trouble = None
+                self.store_error = None
                 if self.in_section and self.section is not None:
                     self.section.check()
             except RuntimeError as error:  # torch's store errors: the report shows them, and the next tick tries again
-                self.store_trouble = str(error).splitlines()[0]
+                self.store_error = str(error).splitlines()[0]
                 if self._stop.wait(self.PUBLISH_EVERY):
                     return
 
@@ -409,14 +409,18 @@ class Heartbeat:
 
     def _publish(self) -> None:
         self._beat += 1
-        note = {"beat": self._beat, **self._identity, **self.note()}
-        self._store.set(f"heartbeat/{self.rank}", json.dumps(note))
+        record = {"beat": self._beat, **self._identity, **self.record()}
+        self._store.set(f"heartbeat/{self.rank}", json.dumps(record))
 
-    def note(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Return where this rank is, with what all its threads have done by now."""
         sections, failure = self.failure
-        done = {"syncs": self.syncs, "reductions": self.reductions, "failure": failure if sections == self.sections else ""}
-        return {**self.position().note(), **done}
+        return {
+            **self.position().record(),
+            "sections_since_call": self.sections_since_call,
+            "torch_ops_since_call": self.torch_ops_since_call,
+            "failure": failure if sections == self.sections else "",
+        }
 
     def publish(self) -> None:
         """Publish where this rank is now, before it leaves."""
@@ -424,13 +428,13 @@ class Heartbeat:
             self._publish()
 
     def _read_exits(self) -> bool:
-        if self.mistake:
-            return True  # a rank that ended because of the mistake says less than the mistake
+        if self.is_mismatch:
+            return True  # the mismatch explains more than a rank that ended because of it
         for other in self.peers:
             if self._store.check([exit_key(other)]):
                 notice = ExitNotice.from_json(self._store.get(exit_key(other)).decode())
                 if notice.exit_code != 0:
-                    self.loss = str(notice)  # says more than anything that was found before
+                    self.peer_failure = str(notice)  # more precise than anything found before
                     return True
         return False
 
@@ -438,7 +442,7 @@ class Heartbeat:
         count = self._store.add("events", 0)
         for number in range(self._events_seen + 1, count + 1):
             if not self._store.check([f"event/{number}"]):
-                return  # its writer is between the two steps: the alarm that follows brings us back
+                return  # not written yet: its writer raises the alarm again afterwards
             self._events_seen = number
             event = json.loads(self._store.get(f"event/{number}").decode())
             if event["rank"] != self.rank:
@@ -453,25 +457,25 @@ class Heartbeat:
             if event["of"] == self.rank:
                 self._store.set(event["key"], json.dumps(user_frames(sys._current_frames().get(self._main_thread))))
         elif event["generation"] == self.position().generation:
-            if kind == "mistake":
-                self.loss, self.mistake = event["text"], True
+            if kind == "mismatch":
+                self.peer_failure, self.is_mismatch = event["text"], True
             else:
-                self.loss = self.loss or event["because"] or f"rank {event['rank']} gave up waiting in {event['call']}"
+                self.peer_failure = self.peer_failure or event["because"] or f"rank {event['rank']} gave up waiting in {event['call']}"
 
     def _judge_departures(self) -> None:
-        """Record a loss if a rank has left that did not take part in what this rank waits in."""
+        """Record a failure if a rank has left without taking part in what this rank waits in."""
         position = self.position()
         counted = "sections" if position.watched else "sequence"
         for rank, event in self._departures.items():
             missed = not position.waiting or event[counted] < getattr(position, counted)
-            if self.loss is None and event["generation"] == position.generation and missed:
+            if self.peer_failure is None and event["generation"] == position.generation and missed:
                 last = f"; before that it was in {event['last']}" if event["last"] else ""
-                self.loss = f"rank {rank} left the group after {event['sequence']} collectives ({event['site']}){last}"
+                self.peer_failure = f"rank {rank} left the group after {event['sequence']} collectives ({event['site']}){last}"
 
     # -- watching the others while waiting ------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Read the notes of the others now, for a report that cannot wait for the next tick."""
+        """Read the records of the others now, for a report that cannot wait for the next tick."""
         with self._store_access():
             self._sample()
 
@@ -479,7 +483,7 @@ class Heartbeat:
         keys = [f"heartbeat/{other}" for other in self.peers]
         present = [key for key in keys if self._store.check([key])]
         for key, data in zip(present, self._store.multi_get(present) if present else [], strict=True):
-            self.peers[int(key.rpartition("/")[2])].hear(json.loads(data.decode()))
+            self.peers[int(key.rpartition("/")[2])].update(json.loads(data.decode()))
 
     def _ask_for_stacks(self) -> None:
         for other, peer in self.peers.items():
@@ -491,15 +495,15 @@ class Heartbeat:
         return min(5.0, max(2.5, self.hang_warning / 2))
 
     def _is_with_us(self, peer: PeerStatus) -> bool:
-        position, note = self.position(), peer.note
-        compared = ("generation", "sequence", "watched", *(("syncs", "operation") if position.watched else ()))
-        same = all(note.get(name) == getattr(position, name) for name in compared)
-        return bool(note.get("waiting")) and same and peer.silent < self._silent_after
+        position, record = self.position(), peer.record
+        compared = ("generation", "sequence", "watched", *(("sections_since_call", "operation") if position.watched else ()))
+        same = all(record.get(name) == getattr(position, name) for name in compared)
+        return bool(record.get("waiting")) and same and peer.silent < self._silent_after
 
     def _ask_for_stack(self, other: int, peer: PeerStatus) -> None:
         if peer.stack_asked < self.position().since or time.monotonic() - peer.stack_asked > 30:
             if peer.stack_asked < self.position().since:
-                peer.stack = []  # of another wait
+                peer.stack = []  # belongs to an earlier wait
             peer.stack_asked = time.monotonic()
             number = self._store.add("events", 1)
             peer.stack_key = f"stack/{number}"
@@ -507,12 +511,12 @@ class Heartbeat:
         elif self._store.check([peer.stack_key]):
             peer.stack = json.loads(self._store.get(peer.stack_key).decode())
         elif time.monotonic() - peer.stack_asked > 1.5 and self._is_here(peer):
-            peer.stack = read_stack_by_signal(peer.note)
+            peer.stack = read_stack_by_signal(peer.record)
 
     # -- the report -----------------------------------------------------------------------------------------------
 
     def is_lowest_waiting(self) -> bool:
-        """Whether no lower rank waits in the same call: a single process prints the table."""
+        """Whether no lower rank waits in the same call, so that one process prints the table."""
         return not any(self._is_with_us(peer) for other, peer in self.peers.items() if other < self.rank)
 
     def missing(self) -> list[int]:
@@ -522,41 +526,41 @@ class Heartbeat:
     def ended_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes have ended."""
         self.refresh()
-        return [rank for rank, peer in self.peers.items() if self._is_here(peer) and process_state(peer.note) is not None]
+        return [rank for rank, peer in self.peers.items() if self._is_here(peer) and process_state(peer.record) is not None]
 
     def _is_here(self, peer: PeerStatus) -> bool:
-        return bool(peer.note.get("host") == self._identity["host"])
+        return bool(peer.record.get("host") == self._identity["host"])
 
     def all_missing_silent(self, seconds: float) -> bool:
-        """Whether every rank that we wait for has shown no sign of life for so long (it is stopped, or its interpreter is blocked)."""
+        """Whether every missing rank has been silent for that long (stopped, or with a blocked interpreter)."""
         missing = self.missing()
         return bool(missing) and all(self.peers[other].silent > seconds for other in missing)
 
     def table(self) -> str:
-        """Return where every rank is, one line each, with the stacks that are known."""
-        rows = {self.rank: (self._identity["host"], describe_position(self.note()), list[str]())}
+        """Return where every rank is, one line each, with the known stacks."""
+        rows = {self.rank: (self._identity["host"], describe_position(self.record()), list[str]())}
         for rank, peer in self.peers.items():
-            rows[rank] = peer.note.get("host", "?"), self._peer_state(peer), self._peer_stack(peer)
+            rows[rank] = peer.record.get("host", "?"), self._peer_state(peer), self._peer_stack(peer)
         lines = []
         for rank, (host, state, stack) in sorted(rows.items()):
             lines += [f"  rank {rank} (host {host}): {state}", *(f"      {line}" for line in stack)]
-        if self.store_trouble:
-            lines.append(f"  The rendezvous store does not answer ({self.store_trouble}), so this may be out of date.")
+        if self.store_error:
+            lines.append(f"  The rendezvous store does not answer ({self.store_error}), so this may be out of date.")
         return "\n".join(lines)
 
     def _peer_state(self, peer: PeerStatus) -> str:
-        note = peer.note
+        record = peer.record
         for last in (self._completed, self.position()):
-            if last.operation and not last.waiting and last.is_after(note):
-                note = {**note, **last.note()}  # its note is older than what it took part in
-        state = describe_position(note)
-        if not peer.note or self._is_with_us(peer):
+            if last.operation and not last.waiting and last.is_after(record):
+                record = {**record, **last.record()}  # its record is older than what it took part in
+        state = describe_position(record)
+        if not peer.record or self._is_with_us(peer):
             return state
-        condition = process_state(peer.note) if self._is_here(peer) else None
+        condition = process_state(peer.record) if self._is_here(peer) else None
         if peer.silent < self._silent_after:
             return f"{condition}; before that {state}" if condition else state
         return f"no sign of life for {peer.silent:.0f} s ({condition or 'its interpreter does not answer'}); before that {state}"
 
     def _peer_stack(self, peer: PeerStatus) -> list[str]:
-        waits = peer.note.get("waiting") and peer.silent < self._silent_after
+        waits = peer.record.get("waiting") and peer.silent < self._silent_after
         return [] if waits or peer.stack_asked < self.position().since else peer.stack

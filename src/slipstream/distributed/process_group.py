@@ -36,7 +36,7 @@ from slipstream.devices.table import best_family
 from slipstream.distributed.barriers import barrier
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.cluster import Process
-from slipstream.distributed.guard import Channel, GroupChannel, Limits, SingleProcessChannel, wait_in_slices
+from slipstream.distributed.guard import Channel, GroupChannel, Limits, wait_in_slices
 from slipstream.distributed.heartbeat import Heartbeat
 from slipstream.distributed.transport import MAX_SOCKET_RANKS, GlooConnections, GlooTransport, Transport, connect_sockets
 from slipstream.distributed.wait_monitor import WaitMonitor
@@ -135,28 +135,28 @@ class StoreFlags:
     """Values that ranks leave in the store and read without a collective; a process without a store (yet) has none.
 
     >>> from torch.distributed import HashStore
-    >>> notes = StoreFlags(HashStore())
-    >>> notes.leave("out of memory")
-    >>> notes.has("out of memory"), notes.has("something else")
+    >>> flags = StoreFlags(HashStore())
+    >>> flags.set("out of memory")
+    >>> flags.is_set("out of memory"), flags.is_set("something else")
     (True, False)
-    >>> notes.take_back("out of memory")
-    >>> notes.has("out of memory")
+    >>> flags.clear("out of memory")
+    >>> flags.is_set("out of memory")
     False
-    >>> notes.agree("name of the run", "first"), notes.agree("name of the run", "second")
+    >>> flags.agree("name of the run", "first"), flags.agree("name of the run", "second")
     ('first', 'first')
-    >>> notes.append("names", "a "), notes.append("names", "b"), notes.read("names"), notes.read("others")
+    >>> flags.append("names", "a "), flags.append("names", "b"), flags.read("names"), flags.read("others")
     (None, None, 'a b', '')
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def leave(self, name: str) -> None:
+    def set(self, name: str) -> None:
         """Set a flag."""
         if self._store is not None:
             self._store.add(f"flag/{name}", 1)  # unlike `set` this waits for the answer: the flag is set when it returns
 
-    def has(self, name: str, wait: float = 0.0) -> bool:
+    def is_set(self, name: str, wait: float = 0.0) -> bool:
         """Whether a flag is set; wait up to so many seconds for it."""
         deadline = time.monotonic() + wait
         while self._store is not None:
@@ -184,7 +184,7 @@ class StoreFlags:
         found = None if self._store is None else read_now(self._store, f"flag/{name}")
         return "" if found is None else found.decode()
 
-    def take_back(self, name: str) -> None:
+    def clear(self, name: str) -> None:
         """Clear a flag."""
         if self._store is not None:
             self._store.delete_key(f"flag/{name}")
@@ -235,10 +235,10 @@ class ProcessGroupManager:
 
         A group that is out of step counts as closed: the next section of torch's collectives opens another.
         """
-        return self._opened + (self._channel is not None and self._channel.out_of_step is not None)
+        return self._opened + (self._channel is not None and self._channel.torch_group_desynchronized is not None)
 
     @property
-    def notes(self) -> StoreFlags:
+    def store_flags(self) -> StoreFlags:
         """Values that processes leave for each other outside any collective, whatever generation they are in."""
         return StoreFlags(self.store)
 
@@ -256,7 +256,7 @@ class ProcessGroupManager:
         with self._lock:
             present = self._channel
             if present is not None and (present.broken is not None or (usable and not present.usable)):
-                self.close(present.broken or str(present.out_of_step))
+                self.close(present.broken or str(present.torch_group_desynchronized))
             if self._channel is None:
                 self._settings = self._settings or settings or GroupSettings(backend=best_family(distributed=True).backend)
                 try:
@@ -488,9 +488,9 @@ class Runtime(ProcessGroupManager):
         """What `debug` compares between ranks at every barrier."""
         self.memory_watches: list[MemoryWatch] = []
         """Who knows the names of tensors, and where a snapshot of memory goes; see `observability/memory.py`."""
-        self.hearers: list[Callable[[str, str], None]] = []
+        self.warning_listeners: list[Callable[[str, str], None]] = []
         """Called with the name of the logger and the text of every warning that a logger of `get_logger` emits on this process."""
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         """Warnings that were given once and are not repeated in this run."""
         self.meters: weakref.WeakSet[Meter] = weakref.WeakSet()
         """Where time in collectives is recorded: one for each ledger."""
@@ -498,7 +498,7 @@ class Runtime(ProcessGroupManager):
         """Numbers for ledgers: the first of each rank belong together, and so on."""
         self.savers = itertools.count()
         """Numbers for what saves checkpoints, in the same way."""
-        self._single = SingleProcessChannel()
+        self._single = Channel()
 
     def channel(self, limits: Limits | None = None, settings: GroupSettings | None = None) -> Channel:
         """Return the channel to the other processes; open the group if it is not open."""

@@ -39,8 +39,7 @@ def scatter(
 
     The sender gets its own part as it is. With an exception the sender raises it, and every other rank an error that quotes it.
 
-    >>> from slipstream.distributed.guard import SingleProcessChannel
-    >>> scatter(SingleProcessChannel(), Limits(), [{"ids": [1, 2]}])
+    >>> scatter(Channel(), Limits(), [{"ids": [1, 2]}])
     {'ids': [1, 2]}
     """
     check_rank(sender, channel.world_size)
@@ -80,8 +79,7 @@ def agree_or_raise(
 
     `remote_error` makes what is raised for the exception of another rank, of its rank and text; else a `DistributedOperationException`.
 
-    >>> from slipstream.distributed.guard import SingleProcessChannel
-    >>> agree_or_raise(SingleProcessChannel(), Limits(), (3, True))
+    >>> agree_or_raise(Channel(), Limits(), (3, True))
     [(3, True)]
     """
     failed = isinstance(value, Exception)

@@ -230,7 +230,7 @@ class PartialState:
         """
         if with_gradient:
             if dst is not None:
-                raise ValueError(f"gather(with_gradient=True, dst={dst}): every process has a gradient to give, so leave out dst")
+                raise ValueError(f"gather(with_gradient=True, dst={dst}): it needs the result on every rank; leave out dst")
             return gather_with_gradient(self._channel(), self._limits, tensor)
         return collectives.gather(self._channel(), self._limits, tensor, dst=dst, arrange=self._result_order())
 

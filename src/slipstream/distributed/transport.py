@@ -64,10 +64,10 @@ class ConnectionLost(Exception):
 
 
 class Transport(Protocol):
-    """Carries one frame of each rank to all ranks. A frame is a header and a body of up to `room` bytes."""
+    """Carries one frame of each rank to all ranks. A frame is a header and a body of up to `max_inline_bytes` bytes."""
 
-    room: int
-    room_of_one: int
+    max_inline_bytes: int
+    max_inline_bytes_single_sender: int
     """The same, where one rank alone has a body to send."""
 
     def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
@@ -82,8 +82,8 @@ class Transport(Protocol):
 class SocketTransport:
     """One connection to each other rank."""
 
-    room = _INLINE_LIMIT
-    room_of_one = _SINGLE_SENDER_LIMIT
+    max_inline_bytes = _INLINE_LIMIT
+    max_inline_bytes_single_sender = _SINGLE_SENDER_LIMIT
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self._rank = rank
@@ -192,11 +192,11 @@ class GlooTransport:
     """Frames of a fixed size, in one all-gather of a gloo group."""
 
     def __init__(self, group: Any, world_size: int, wait: Callable[[Any, WaitCallback], None]) -> None:
-        self.room = self.room_of_one = max(256, min(4096, 262144 // world_size)) - HEADER_SIZE
+        self.max_inline_bytes = self.max_inline_bytes_single_sender = max(256, min(4096, 262144 // world_size)) - HEADER_SIZE
         self._group = group
         self._wait = wait
-        self._send = torch.zeros(HEADER_SIZE + self.room, dtype=torch.uint8, device="cpu")
-        self._receive = torch.zeros((world_size, HEADER_SIZE + self.room), dtype=torch.uint8, device="cpu")
+        self._send = torch.zeros(HEADER_SIZE + self.max_inline_bytes, dtype=torch.uint8, device="cpu")
+        self._receive = torch.zeros((world_size, HEADER_SIZE + self.max_inline_bytes), dtype=torch.uint8, device="cpu")
 
     def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
         self._send.numpy()[: len(frame)] = numpy.frombuffer(frame, dtype=numpy.uint8)

@@ -31,7 +31,7 @@ _getframe = sys._getframe
 
 
 class NullWatchdog:
-    """One process: nothing to wait for, so nothing to watch.
+    """The watchdog of a single process, which watches nothing.
 
     >>> with NullWatchdog():
     ...     1 + 1
@@ -45,11 +45,11 @@ class NullWatchdog:
         return None
 
     def enter(self) -> None:
-        """Begin a section, where a `with` block is in the way; `leave` has to follow."""
+        """Begin a section without a `with` block; `leave` must follow."""
         self.__enter__()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the section; with the error that ended it, if there was one, which may become another."""
+        """End the section, with the error that ended it, if any; it may be replaced by an error that explains it."""
         self.__exit__(type(error) if error is not None else None, error, None)
 
 
@@ -69,15 +69,15 @@ class TorchCollectiveWatchdog(NullWatchdog):
         self._channel: Any = None
         self._number = 0
         self._at: tuple[int, CodeType | None, int] = (0, None, 0)
-        """Number of the section, and the user's place: code, and instruction in it."""
+        """Number of the section, and the user's code object and instruction."""
         self._ours = _PackageFrameCache()
         self._heartbeat: Any = None
-        self._begun: Callable[[], int] = int
-        self._begun_before = 0
+        self._count_torch_ops: Callable[[], int] = int
+        self._torch_ops_before = 0
         self._left = 0.0
         self._monitor: tuple[float, WaitMonitor] | None = None
         self._finding: tuple[float, DistributedOperationException] | None = None
-        """What the heartbeat thread has found, with the entry that it belongs to."""
+        """The error found by the heartbeat thread, with the time of the section it belongs to."""
 
     # -- the thread that computes ---------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class TorchCollectiveWatchdog(NullWatchdog):
         heartbeat.sections += 1
         self._number = number = self._number + 1
         self._at = (number, None, 0) if frame is None else (number, frame.f_code, frame.f_lasti)
-        self._begun_before = self._begun()
+        self._torch_ops_before = self._count_torch_ops()
         self.since = monotonic()
         heartbeat.section = self
         heartbeat.in_section = True
@@ -105,19 +105,20 @@ class TorchCollectiveWatchdog(NullWatchdog):
     def _bind(self) -> None:
         channel = self._channel = self._present()
         self._number, self._heartbeat = 0, channel.heartbeat
-        self._begun = channel.begun  # kept by itself: it is also called after the channel has released its group
+        # Kept separately: it is also called after the channel has released its group.
+        self._count_torch_ops = channel.count_torch_collectives
 
     def _fail(self, error: BaseException) -> None:
-        """Raise what an error in the section means between the processes; return if it is the program's own."""
+        """Raise an error that explains a broken connection between the processes; return if the error is the program's own."""
         position = self.position(True)
         try:
             if isinstance(error, DistributedOperationException):
-                return  # of a collective of ours in the section, which names every rank
+                return  # raised by a Slipstream collective in the section; it names every rank
             if not _is_connection_error(error):
                 self._record_failure(position, error)
                 return
-            self._heartbeat.find_loss(0.0 if self._finding_on(position) else 1.5)
-            if not position.begun and self._heartbeat.loss is None:
+            self._heartbeat.find_peer_failure(0.0 if self._finding_on(position) else 1.5)
+            if not position.torch_ops and self._heartbeat.peer_failure is None:
                 raise StateError(
                     f"{position.call} averages gradients in a process group that has been released since its model was prepared: prepare "
                     "the model again (`model = accelerator.prepare(model)`), and it is wrapped for the present group"
@@ -125,34 +126,35 @@ class TorchCollectiveWatchdog(NullWatchdog):
             raise self._explain(position, error) from error
         finally:
             self._heartbeat.in_section = False
-            self._heartbeat.section = None  # not completed, so nothing that the others took part in
+            self._heartbeat.section = None  # not completed
 
     def _record_failure(self, position: RankPosition, error: BaseException) -> None:
-        """Record that this rank did not take part in the section: the others may wait in it for the rest of what it began."""
+        """Record that this rank did not complete the section; the others may still wait in it."""
         text = f"{position.call} with {type(error).__name__}: {_first_line(error)}"
         self._heartbeat.sections -= 1
         self._number -= 1
         self._heartbeat.failure = self._heartbeat.sections, text
-        if position.begun:  # the next collectives of torch would be taken for the rest of these
-            self._channel.out_of_step = self._channel.out_of_step or f"rank {self._heartbeat.rank} failed in {text}"
+        if position.torch_ops:  # the other ranks would match their next torch collectives with the rest of these
+            reason = f"rank {self._heartbeat.rank} failed in {text}"
+            self._channel.torch_group_desynchronized = self._channel.torch_group_desynchronized or reason
 
     def _explain(self, position: RankPosition, error: BaseException) -> DistributedOperationException:
-        """Return what a broken connection of torch's group means, as the other ranks, the launcher or the heartbeat thread know it."""
+        """Return an error that explains a broken connection of torch's group, from the other ranks, the launcher or the heartbeat."""
         monitor, heartbeat = WaitMonitor(self._heartbeat, self._limits, section=position), self._heartbeat
         text = _shorten_gloo_error(error)
         try:
             finding = self._finding_on(position)
             if finding is not None:
                 raise finding
-            if heartbeat.loss is None and "imed out" in text:
+            if heartbeat.peer_failure is None and "imed out" in text:
                 heartbeat.refresh()
                 monitor.raise_timeout(monotonic() - position.since)
-            if heartbeat.loss is None:
+            if heartbeat.peer_failure is None:
                 ended = heartbeat.ended_ranks()
-                heartbeat.loss = f"the connection to {format_ranks(ended) if ended else 'another rank'} broke ({text})"
-            if not heartbeat.mistake:
-                heartbeat.post("gave_up", generation=position.generation, call=position.call, because=heartbeat.loss)
-            monitor.raise_lost()
+                heartbeat.peer_failure = f"the connection to {format_ranks(ended) if ended else 'another rank'} broke ({text})"
+            if not heartbeat.is_mismatch:
+                heartbeat.post("gave_up", generation=position.generation, call=position.call, because=heartbeat.peer_failure)
+            monitor.raise_peer_failure()
         except DistributedOperationException as explained:
             self._channel.abort(_first_line(explained))
             return explained
@@ -167,7 +169,7 @@ class TorchCollectiveWatchdog(NullWatchdog):
         number, code, instruction = self._at
         heartbeat = self._heartbeat
         if self._left < self.since and not waiting:
-            self._left = monotonic()  # about then: the first who asks after it was left
+            self._left = monotonic()  # approximately: the first request after the section was left
         return RankPosition(
             generation=self._channel.generation,
             sequence=heartbeat.collective.sequence,
@@ -176,11 +178,11 @@ class TorchCollectiveWatchdog(NullWatchdog):
             waiting=waiting,
             since=self.since if waiting else self._left,
             sections=heartbeat.sections,
-            syncs=heartbeat.syncs,
+            sections_since_call=heartbeat.sections_since_call,
             watched=True,
             number=number,
-            begun=self._begun() - self._begun_before if waiting else 0,
-            reductions=heartbeat.reductions,
+            torch_ops=self._count_torch_ops() - self._torch_ops_before if waiting else 0,
+            torch_ops_since_call=heartbeat.torch_ops_since_call,
         )
 
     def check(self) -> None:
@@ -208,7 +210,7 @@ class TorchCollectiveWatchdog(NullWatchdog):
 
 
 class _PackageFrameCache(dict[str, bool]):
-    """Whether a file is ours, remembered: a look-up costs a sixth of a call."""
+    """Whether a file belongs to this package, cached: a look-up costs a sixth of a call."""
 
     def __missing__(self, filename: str) -> bool:
         self[filename] = found = is_package_frame(filename)
@@ -216,12 +218,12 @@ class _PackageFrameCache(dict[str, bool]):
 
 
 def _line_number(code: CodeType, instruction: int) -> int:
-    """The line of an instruction: found when somebody asks, as it takes a walk through the code's table."""
+    """Return the line of an instruction; computed on demand, because it scans the code's line table."""
     return next((line for start, end, line in code.co_lines() if line and start <= instruction < end), code.co_firstlineno)
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether an error says that another rank could not be reached, and not that the program is wrong."""
+    """Return whether an error says that another rank could not be reached, rather than that the program is wrong."""
     if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error)
@@ -229,7 +231,7 @@ def _is_connection_error(error: BaseException) -> bool:
 
 
 def _shorten_gloo_error(error: BaseException) -> str:
-    """The text of an error of gloo without the line of its source and the guesses that follow."""
+    """Return the text of a gloo error without its source line and the guesses that follow."""
     return re.sub(r"^\[\S*\] ", "", _first_line(error)).partition(". ")[0]
 
 

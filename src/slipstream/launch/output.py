@@ -389,7 +389,7 @@ def warning_listeners() -> tuple[Callable[[str, str], None], ...]:
     module = sys.modules.get("slipstream.distributed.current")
     current_or_none = getattr(module, "current_or_none", None)  # absent while the module itself is being loaded
     runtime = current_or_none() if current_or_none is not None else None
-    return () if runtime is None else tuple(runtime.hearers)
+    return () if runtime is None else tuple(runtime.warning_listeners)
 
 
 def announce(

@@ -77,7 +77,7 @@ class RunRecorder:
         ledger.sinks.append(partial(_call_if_alive, weakref.WeakMethod(self.interval)))
         ledger.event_sinks.append(partial(_call_if_alive, weakref.WeakMethod(self.event)))
         self._hears = partial(_call_if_alive, weakref.WeakMethod(self._hear))
-        components.state.runtime.hearers.append(self._hears)
+        components.state.runtime.warning_listeners.append(self._hears)
         if log_with is not None or project.project_dir is not None:
             self.trackers  # noqa: B018  # what is wrong with log_with is an error now
 
@@ -161,7 +161,7 @@ class RunRecorder:
         report = environment_report(environment())
         facts = {f"{part}: {name}": str(value) for part, section in report.items() for name, value in section.items()}
         folder.write_json("environment.json", facts)
-        self._components.state.runtime.notes.agree(_FOLDER_NOTE, str(folder.path.absolute()))
+        self._components.state.runtime.store_flags.agree(_FOLDER_NOTE, str(folder.path.absolute()))
         self._run.journal = folder.journal("ledger.jsonl")
         while self._buffer:
             self._write(*self._buffer.popleft())
@@ -252,8 +252,8 @@ class RunRecorder:
         """Return the folder of the run, which other processes read from the main one's note."""
         if self.folder is not None:
             return self.folder.path
-        notes = self._components.state.runtime.notes
-        return Path(notes.agree(_FOLDER_NOTE, "")) if notes.has(_FOLDER_NOTE) else None
+        notes = self._components.state.runtime.store_flags
+        return Path(notes.agree(_FOLDER_NOTE, "")) if notes.is_set(_FOLDER_NOTE) else None
 
     def _tell_snapshot(self, path: Path, snapshot: MemorySnapshot) -> None:
         ledger = self._components.ledger
@@ -272,7 +272,7 @@ class RunRecorder:
             print(f"\n{report.table()}", file=sys.stderr, flush=True)
         self._memory.close()
         with suppress(ValueError):
-            self._components.state.runtime.hearers.remove(self._hears)
+            self._components.state.runtime.warning_listeners.remove(self._hears)
         if "trackers" in vars(self):
             self.trackers.finish()
         if self.folder is None and self._buffer and self.root is not None:

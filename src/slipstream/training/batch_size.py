@@ -272,7 +272,7 @@ class _Search:
             return _Attempt(fits=True, result=function())
         except Exception as error:
             if should_reduce_batch_size(error):
-                self._runtime.notes.leave(self._try)
+                self._runtime.store_flags.set(self._try)
                 alive = summarize_alive()
                 _empty_frames(error)
                 return _Attempt(fits=False, text=_one_line(error), cause=error, alive=alive)
@@ -311,13 +311,13 @@ class _Search:
         """Return whether this error is how this process hears that the batch did not fit on another one."""
         if not self._several or not _is_between_processes(error):
             return False
-        return self._runtime.notes.has(self._try, wait=_NOTICE_SECONDS)
+        return self._runtime.store_flags.is_set(self._try, wait=_NOTICE_SECONDS)
 
     def _agree(self, own: _Attempt) -> _Attempt:
         """Return the same answer on all processes: whether the batch fitted on all of them."""
         outcomes = self._exchange(own)
         if own.text:
-            self._runtime.notes.take_back(self._try)  # everybody is here, so everybody has seen it
+            self._runtime.store_flags.clear(self._try)  # everybody is here, so everybody has seen it
         if all(fits for fits, *_ in outcomes):
             return own
         failed = [(rank, text, alive) for rank, (_, text, alive) in enumerate(outcomes) if text][:3]
@@ -327,7 +327,7 @@ class _Search:
 
     def _exchange(self, own: _Attempt) -> list[tuple[bool, str, str]]:
         """Return what every process says of its try; if one does not come, end the present group and meet the others in the next."""
-        limits, notes = self._runtime.limits, self._runtime.notes
+        limits, flags = self._runtime.limits, self._runtime.store_flags
         used = self._runtime.generation if self._runtime.is_open else None
         outcome = "fits" if own.fits else own.text
         call = CollectiveCall(_OPERATION, self._try, call_site(), lambda: f"{_OPERATION} of {self._try} ({outcome})")
@@ -341,10 +341,10 @@ class _Search:
                 with channel.guard(call, waits, patient=not brief) as guarded:
                     return [tuple(json.loads(data.tobytes())) for data in guarded.exchange(body)]
             except MismatchError:
-                if meeting == _MAX_MEETINGS - 1 or not notes.has(self._try):
+                if meeting == _MAX_MEETINGS - 1 or not flags.is_set(self._try):
                     raise
             except PeerLostError:
-                if not notes.has(self._try):
+                if not flags.is_set(self._try):
                     raise
                 self._end_group()
             except WaitTimeoutError:
