@@ -407,7 +407,7 @@ def test_uneven_cut_refused(ranks: Any) -> None:
             prepared(DataLoader(Stream(range(4)), batch_size=3), split_batches=True, even_batches=True)
         return str(caught.value)
 
-    assert "batch_size=3 into 2 equal pieces" in ranks(2).run(run)[0]
+    assert "batch_size=3 into 2 equal slices" in ranks(2).run(run)[0]
 
 
 def zipped(samples: list[Any]) -> Any:

@@ -70,8 +70,8 @@ def test_two_calls(ranks: Any, even: bool) -> None:
     assert calls == other == expected
     assert silent == []
     assert len(texts) == 1
-    assert f"{9 + left} rows are taken for the results of the loader of range" in texts[0]
-    assert f"{left} rows of repeated samples are left out" in texts[0]
+    assert f"{9 + left} rows are taken as the results of the loader of range" in texts[0]
+    assert f"{left} rows of repeated samples are dropped" in texts[0]
 
 
 def test_another_loader(ranks: Any) -> None:

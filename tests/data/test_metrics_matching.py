@@ -63,7 +63,7 @@ def test_ambiguous_one_batch_pass(ranks: Any) -> None:
             for batch in train:
                 list(val)
                 own = accelerator.gather_for_metrics(batch)
-        return own.tolist(), len(texts), "inside of its loop" in texts[0] if texts else None
+        return own.tolist(), len(texts), "inside its loop" in texts[0] if texts else None
 
     assert ranks(2).run(run)[0] == ([4, 5, 6, 7], 1, True)
 

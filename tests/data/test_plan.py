@@ -30,7 +30,7 @@ def test_plan_matches_one_process(
     start = skipped * plan.size
     expected = chunks(order[start:], plan.size, drop_last)
     told = [list(plan.pieces(iter(order), rank, start)) for rank in range(world)]
-    known = [list(plan.known(SampleOrder(order), rank, start)) for rank in range(world)]
+    known = [list(plan.iterate_listed(SampleOrder(order), rank, start)) for rank in range(world)]
     assert known == [[piece for piece, _, _ in rank] for rank in told], "both ways of reading agree"
     assert [len(rank) for rank in told] == [plan.count(max(0, length - start))] * world == [len(expected)] * world
     for number, (together, batch) in enumerate(zip(zip(*told, strict=True), expected, strict=True)):
@@ -59,7 +59,8 @@ def test_ragged_reads_every_sample_once(length: int, world: int, size: int, drop
     order = spread(length)
     plan = BatchPlan(world, size, "ragged", drop_last)
     told = [list(plan.pieces(iter(order), rank)) for rank in range(world)]
-    assert [list(plan.known(SampleOrder(order), rank)) for rank in range(world)] == [[piece for piece, _, _ in rank] for rank in told]
+    listed = [list(plan.iterate_listed(SampleOrder(order), rank)) for rank in range(world)]
+    assert listed == [[piece for piece, _, _ in rank] for rank in told]
     assert sorted(sample for rank in told for piece, _, _ in rank for sample in piece) == sorted(sum(chunks(order, size, drop_last), []))
     for rank, pieces in enumerate(told):
         assert [end for _, _, end in pieces] == [number == len(pieces) - 1 for number in range(len(pieces))]
@@ -87,33 +88,34 @@ def test_same_global_batches_any_ranks(length: int, each: int, policy: LastBatch
 def test_even_completes_from_start() -> None:
     """A short batch is completed from the start of the order."""
     plan = BatchPlan(3, 6, "even")
-    assert [list(plan.known(SampleOrder(list("abcdefgh")), rank)) for rank in range(3)] == [
+    assert [list(plan.iterate_listed(SampleOrder(list("abcdefgh")), rank)) for rank in range(3)] == [
         [["a", "b"], ["g", "h"]],
         [["c", "d"], ["a", "b"]],
         [["e", "f"], ["c", "d"]],
     ]
-    assert plan.short(2) == BatchShares((2, 2, 2), (2, 0, 0), False, 6)
+    assert plan.share_last_batch(2) == BatchShares((2, 2, 2), (2, 0, 0), False, 6)
 
 
 def test_even_with_few_samples() -> None:
     """Completing goes round where there are fewer samples than that."""
     plan = BatchPlan(4, 8, "even")
-    together = [list(plan.known(SampleOrder(["a", "b", "c"]), rank)) for rank in range(4)]
+    together = [list(plan.iterate_listed(SampleOrder(["a", "b", "c"]), rank)) for rank in range(4)]
     assert together == [[["a", "b"]], [["c", "a"]], [["b", "c"]], [["a", "b"]]]
 
 
 def test_exact_shares() -> None:
     """A short batch is dealt out as a full one is; a rank without any is handed a batch that counts nothing."""
     plan = BatchPlan(4, 8, "exact")
-    assert plan.short(5) == BatchShares((2, 2, 1, 2), (2, 2, 1, 0), True, 8)
-    assert plan.short(2) == BatchShares((2, 2, 2, 2), (2, 0, 0, 0), True, 8)
-    assert [list(plan.known(SampleOrder(list("abcdefghi")), rank))[-1] for rank in range(4)] == [["i"], ["a", "b"], ["a", "b"], ["a", "b"]]
+    assert plan.share_last_batch(5) == BatchShares((2, 2, 1, 2), (2, 2, 1, 0), True, 8)
+    assert plan.share_last_batch(2) == BatchShares((2, 2, 2, 2), (2, 0, 0, 0), True, 8)
+    last = [list(plan.iterate_listed(SampleOrder(list("abcdefghi")), rank))[-1] for rank in range(4)]
+    assert last == [["i"], ["a", "b"], ["a", "b"], ["a", "b"]]
 
 
 def test_short_batch_on_one_process() -> None:
     """One process reads a short batch as it is."""
-    assert BatchPlan(1, 4, "even").short(3) == BatchShares((3,), (3,), False, 4)
-    assert BatchPlan(1, 4, "exact").short(3) == BatchShares((3,), (3,), True, 4)
+    assert BatchPlan(1, 4, "even").share_last_batch(3) == BatchShares((3,), (3,), False, 4)
+    assert BatchPlan(1, 4, "exact").share_last_batch(3) == BatchShares((3,), (3,), True, 4)
 
 
 def test_uneven_pieces_weighed() -> None:

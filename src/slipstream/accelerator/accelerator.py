@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from slipstream.accelerator.checkpoints import CheckpointsMixin
@@ -41,28 +40,6 @@ from slipstream.observability.timing.report import LedgerReport
 from slipstream.parallel.compile import TorchDynamoPlugin
 
 __all__ = ["Accelerator"]
-
-_ABSENT_VALUES = MappingProxyType(
-    {
-        "delayed_fp8_autocast": False,
-        "deepspeed_config": None,
-        "deepspeed_engine_wrapped": None,
-        "flag_tensor": None,
-        "has_lomo_optimizer": False,
-        "msamp_recipe_handler": None,
-        "te_recipe_handler": None,
-    }
-)
-"""Attributes by which scripts ask whether an engine is in use that this version does not have."""
-_ENGINES = "the engine or package that it belongs to is not in this version"
-_ABSENT_ATTRIBUTES = MappingProxyType(
-    {
-        "context_parallel_rank": _ENGINES,
-        "deepspeed_ulysses_dl_adapter": _ENGINES,
-        "lomo_backward": _ENGINES,
-        "pipeline_parallel_rank": _ENGINES,
-    }
-)
 
 
 class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, CheckpointsMixin, SettingsMixin):
@@ -148,13 +125,6 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     def __reduce__(self) -> Any:
         added = {name: value for name, value in vars(self).items() if name not in self._own and name != "_own"}
         return _rebuild, (type(self), self.arguments(), added)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _ABSENT_ATTRIBUTES:
-            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream: {_ABSENT_ATTRIBUTES[name]}")
-        if name in _ABSENT_VALUES:
-            return _ABSENT_VALUES[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return repr(self.state).replace(type(self.state).__name__, type(self).__name__, 1)

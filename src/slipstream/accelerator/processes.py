@@ -1,24 +1,37 @@
 """Process information and collectives of `Accelerator`.
 
-Each method calls the method of the same name of its `AcceleratorState`.
+Each property and method is the one of the same name of its `AcceleratorState`, with the same signature and docstring.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from slipstream.accelerator.components import AcceleratorBase
 from slipstream.devices.table import CPU, DistributedType
+from slipstream.distributed.state import PartialState
 
 __all__ = ["ProcessesMixin"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _delegate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method of `Accelerator` that calls this method of its state, with the same signature and docstring."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = getattr(self.state, name)(*args, **kwargs)
+        return result
+
+    return call
 
 
 class ProcessesMixin(AcceleratorBase):
@@ -79,45 +92,21 @@ class ProcessesMixin(AcceleratorBase):
         """See `AcceleratorState.mixed_precision`."""
         return self.state.mixed_precision
 
-    def wait_for_everyone(self) -> None:
-        """See `PartialState.wait_for_everyone`."""
-        self.state.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """See `PartialState.main_process_first`."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """See `PartialState.local_main_process_first`."""
-        return self.state.local_main_process_first()
-
-    def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_main_process`."""
-        return self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_local_main_process`."""
-        return self.state.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_last_process`."""
-        return self.state.on_last_process(function)
-
-    def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_process`."""
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_local_process`."""
-        return self.state.on_local_process(function, local_process_index)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """See `PartialState.print`."""
-        self.state.print(*args, **kwargs)
-
-    def set_trigger(self) -> None:
-        """See `PartialState.set_trigger`."""
-        self.state.set_trigger()
+    wait_for_everyone = _delegate(PartialState.wait_for_everyone)
+    main_process_first = _delegate(PartialState.main_process_first)
+    local_main_process_first = _delegate(PartialState.local_main_process_first)
+    on_main_process = _delegate(PartialState.on_main_process)
+    on_local_main_process = _delegate(PartialState.on_local_main_process)
+    on_last_process = _delegate(PartialState.on_last_process)
+    on_process = _delegate(PartialState.on_process)
+    on_local_process = _delegate(PartialState.on_local_process)
+    print = _delegate(PartialState.print)
+    set_trigger = _delegate(PartialState.set_trigger)
+    map_across_processes = _delegate(PartialState.map_across_processes)
+    gather = _delegate(PartialState.gather)
+    reduce = _delegate(PartialState.reduce)
+    pad_across_processes = _delegate(PartialState.pad_across_processes)
+    destroy_process_group = _delegate(PartialState.destroy_process_group)
 
     def check_trigger(self) -> bool:
         """See `PartialState.check_trigger`."""
@@ -130,32 +119,3 @@ class ProcessesMixin(AcceleratorBase):
         state = self._components.gradient_state
         state.metrics.note_split(state.active)
         return self.state.split_between_processes(inputs, apply_padding, **dynamic)
-
-    def map_across_processes(
-        self,
-        function: Callable[[Any], Any],
-        inputs: Any,
-        batch_size: int | None = None,
-        order: bool = True,
-        key: Callable[[Any], float] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        progress: bool | None = None,
-    ) -> list[Any]:
-        """See `PartialState.map_across_processes`."""
-        return self.state.map_across_processes(function, inputs, batch_size, order, key, checkpoint, progress)
-
-    def gather(self, tensor: Any, dst: int | None = None, with_gradient: bool = False) -> Any:
-        """See `PartialState.gather`."""
-        return self.state.gather(tensor, dst, with_gradient)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See `PartialState.reduce`."""
-        return self.state.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """See `PartialState.pad_across_processes`."""
-        return self.state.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    def destroy_process_group(self) -> None:
-        """See `PartialState.destroy_process_group`."""
-        self.state.destroy_process_group()

@@ -1,11 +1,13 @@
 """The properties of `Accelerator` that return its settings, and `arguments()`, which rebuilds an Accelerator with the same settings.
 
-Properties of engines and mesh axes that this version does not have return the value that scripts expect without them.
+Attributes of engines and mesh axes that this version does not have return the value that scripts expect without them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from slipstream.accelerator.components import AcceleratorBase
@@ -13,6 +15,29 @@ from slipstream.data.options import DataLoaderConfiguration
 from slipstream.precision.policy import FP8BackendType
 
 __all__ = ["SettingsMixin"]
+
+_WITHOUT_ENGINE: Mapping[str, Any] = MappingProxyType(
+    {
+        "data_parallel_shard_rank": 0,
+        "deepspeed_config": None,
+        "deepspeed_engine_wrapped": None,
+        "deepspeed_plugin": None,
+        "delayed_fp8_autocast": False,
+        "flag_tensor": None,
+        "has_lomo_optimizer": False,
+        "is_composable_parallelism_enabled": False,
+        "is_fsdp2": False,
+        "msamp_recipe_handler": None,
+        "parallelism_config": None,
+        "should_save_model": True,
+        "te_recipe_handler": None,
+        "tensor_parallel_rank": 0,
+        "torch_device_mesh": None,
+    }
+)
+"""Attributes that scripts read to find out which engine is in use, with the value that they have without it."""
+_ENGINE_ONLY = ("context_parallel_rank", "deepspeed_ulysses_dl_adapter", "lomo_backward", "pipeline_parallel_rank")
+"""Attributes that make no sense without their engine."""
 
 
 class SettingsMixin(AcceleratorBase):
@@ -187,46 +212,14 @@ class SettingsMixin(AcceleratorBase):
     # -- engines and axes that are not in this version ------------------------------------------------------------
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: this engine is not in this version."""
-        return None
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """False: this engine is not in this version."""
-        return False
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """See `is_fsdp2`."""
-        return self.is_fsdp2
-
-    @property
-    def parallelism_config(self) -> None:
-        """None: this version has one axis, replicas."""
-        return None
-
-    @property
-    def torch_device_mesh(self) -> None:
-        """None: this version has one axis, replicas."""
-        return None
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """0: this axis has one rank here."""
-        return 0
-
-    @property
     def data_parallel_rank(self) -> int:
         """The rank among the replicas."""
         return self._components.state.process_index
 
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """0: this axis has one rank here."""
-        return 0
-
-    @property
-    def should_save_model(self) -> bool:
-        """True: every process has the whole model."""
-        return True
+    def __getattr__(self, name: str) -> Any:
+        if name in _WITHOUT_ENGINE:
+            return _WITHOUT_ENGINE[name]
+        if name in _ENGINE_ONLY:
+            reason = "the engine or package that it belongs to is not in this version"
+            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream: {reason}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -301,7 +301,7 @@ class MapLoader(PreparedLoader):
         length = known_length(self._units)
         if length is None or not isinstance(self._plan, BatchPlan) or self.original.batch_sampler is None:
             return -1
-        return self._plan.remainder(max(0, length - start), self._plan.phase(start))
+        return self._plan.remainder(max(0, length - start), self._plan.offset_in_batch(start))
 
     @property
     def _kind(self) -> str:
@@ -347,7 +347,7 @@ class MapLoader(PreparedLoader):
         if isinstance(order, Iterator):
             return (piece for piece, _, _ in plan.pieces(order, rank))
         if isinstance(plan, BatchPlan):
-            return plan.known(order, rank)
+            return plan.iterate_listed(order, rank)
         return (piece for piece, _, _ in plan.pieces(iter(order.take(0, len(order))), rank))
 
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
@@ -367,15 +367,15 @@ class MapLoader(PreparedLoader):
 
     def _known(self, plan: BatchPlan, order: SampleOrder, epoch: int, start: int) -> Iterator[HandedBatch]:
         """Yield the batches of an order that is known beforehand, counting down."""
-        rank, total, phase = self.data_rank.rank, max(0, len(order) - start), plan.phase(start)
+        rank, total, offset = self.data_rank.rank, max(0, len(order) - start), plan.offset_in_batch(start)
         full = last = plan.full
-        left = plan.count(total, rank, phase)
-        short = plan.remainder(total, phase)
-        if short and (plan.policy != "ragged" or plan.short(short).given[rank]):
-            last = plan.short(short)
-        batches = self._read(plan.known(order, rank, start), epoch, start // plan.size)
-        if phase and total >= plan.size - phase and left:  # what was left of a global batch comes first
-            first = plan.begun(phase)
+        left = plan.count(total, rank, offset)
+        short = plan.remainder(total, offset)
+        if short and (plan.policy != "ragged" or plan.share_last_batch(short).given[rank]):
+            last = plan.share_last_batch(short)
+        batches = self._read(plan.iterate_listed(order, rank, start), epoch, start // plan.size)
+        if offset and total >= plan.size - offset and left:  # what was left of a global batch comes first
+            first = plan.share_first_batch(offset)
             if first is not None and first.given[rank]:
                 left -= 1
                 last = last if left else first

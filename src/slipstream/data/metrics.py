@@ -1,12 +1,10 @@
-"""`gather_for_metrics`: which gathered rows belong to which sample.
+"""`gather_for_metrics`: assign gathered rows to samples, so that results are in dataset order and without repeated samples.
 
-Results come in dataset order, without repeated samples.
-
-Inside a loop, rows are those of the batch that the loader handed out last. After a loop that was read to its end they are those of the
-whole pass, if nothing was gathered inside it and no loader began and no update was made since. The number of rows per rank decides, and
-follows from the plan of the pass: nothing is counted while batches are read. A short batch for which every rank brings as many rows as
-for a full one (`loss.repeat(batch_size)`) keeps one row per sample that counts. A list with one entry per sample is gathered as a list if
-the ranks agree, in one small guarded call, that its lengths fit the samples; a tuple is always structure.
+Inside a loop, rows belong to the batch that the loader returned last. After a loop that was read to its end they belong to the whole
+pass, if nothing was gathered inside it, no other loader has begun and no update was made since. The number of rows per rank decides; it is
+compared with the plan of the pass, so nothing is counted while batches are read. If every rank passes as many rows for a short batch as
+for a full one (`loss.repeat(batch_size)`), one row per real sample is kept. A list with one entry per sample is gathered as a list if the
+ranks agree, in one small guarded call, that its lengths fit the samples; a tuple is always structure.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ __all__ = ["find_result_order", "gather_for_metrics", "make_batch_order", "make_
 
 
 def gather_for_metrics(process_state: AcceleratorState, state: GradientState, data: Any, use_gather_object: bool) -> Any:
-    """Gather results of all ranks in dataset order, without those of samples that only filled up a batch."""
+    """Gather results of all ranks in dataset order, without those of samples that only padded a batch."""
     order = find_result_order(state)
     if not use_gather_object and _has_lists(data) and (handed := _count_handed_samples(state)):
         data = _mark_sample_lists(data, handed, state.metrics.sample_lists, process_state.channel(), process_state.limits)
@@ -37,22 +35,22 @@ def gather_for_metrics(process_state: AcceleratorState, state: GradientState, da
 
 
 _ShareRun = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""How many batches in a row were dealt out alike, what each rank was given of one, and how much of that counts."""
+"""A number of consecutive batches that were shared in the same way, the samples that each rank received of one, and those kept."""
 
 
 def find_result_order(state: GradientState) -> ResultOrder | None:
-    """Return how results that are gathered now are put in order; None where no loader decides it.
+    """Return the order for results that are gathered now; None if no loader determines it.
 
-    Notes on the passes under way that results of theirs were gathered.
+    Mark the current passes as gathered.
     """
     loader = state.pacing() if state.active is not None else None
     batch = make_batch_order(loader)
     whole = make_pass_order(state.metrics.finished)
     if batch is not None and whole is None and batch.is_plain and state.metrics.has_split(state.active):
-        return None  # inputs that were split inside of this batch
+        return None  # results of inputs that were split inside this batch
     loader_pass = _current_pass(loader)
     if whole is None or state.metrics.finished.last_pass.gathered:
-        for present in (loader_pass, _current_pass(state.active)):  # two, where loaders are read side by side
+        for present in (loader_pass, _current_pass(state.active)):  # two if loaders are read side by side
             if present is not None:
                 present.gathered = True
     return None if batch is None and whole is None else _CurrentResultOrder(state, whole, batch, loader_pass)
@@ -63,7 +61,7 @@ def _current_pass(loader: Any) -> LoaderPass | None:
 
 
 def _count_handed_samples(state: GradientState) -> list[list[int]]:
-    """Return how many samples each rank was handed, in the pass that ended last and in the present batch, where results can be of these."""
+    """Return how many samples each rank received, in the last finished pass and in the current batch, if results can belong to them."""
     whole, loader = state.metrics.finished, state.pacing() if state.active is not None else None
     loader_pass = whole.last_pass if isinstance(whole, PreparedLoader) else None
     counts = []
@@ -75,7 +73,7 @@ def _count_handed_samples(state: GradientState) -> list[list[int]]:
 
 
 def make_batch_order(loader: Any) -> _ResultOrder | None:
-    """Return how results of the present batch are put in order; None without a prepared loader."""
+    """Return the order for results of the current batch; None without a prepared loader."""
     if not isinstance(loader, PreparedLoader):
         return None
     full, shares = loader._given, loader.shares
@@ -83,14 +81,14 @@ def make_batch_order(loader: Any) -> _ResultOrder | None:
         return _ResultOrder([(1, full, full)])
     constant, present = None, _current_pass(loader)
     ahead = present is not None and any(earlier is not present.batch and earlier.anchor() is not None for earlier in present.unread)
-    # Where an earlier batch is still there, the loader was read ahead, and rows of a full batch may be those of that one.
+    # If an earlier batch is still alive, the loader was read ahead, and rows of a full batch may belong to that batch.
     if not ahead and shares.given != full and all(real <= most for real, most in zip(shares.real, full, strict=True)):
         constant = _ResultOrder([(1, full, shares.real)])
-    return _ResultOrder([(1, shares.given, shares.real)], other=constant)
+    return _ResultOrder([(1, shares.given, shares.real)], alternative=constant)
 
 
 def make_pass_order(loader: Any) -> _ResultOrder | None:
-    """Return how results of the whole pass that was read to its end last are put in order; None where the order of the ranks is right."""
+    """Return the order for results of the whole last pass; None if rank order is dataset order."""
     loader_pass = loader.last_pass if isinstance(loader, PreparedLoader) else None
     if loader_pass is None or not loader_pass.handed or loader.data_rank.world_size == 1:
         return None
@@ -102,7 +100,7 @@ def make_pass_order(loader: Any) -> _ResultOrder | None:
     if loader.original.batch_sampler is None and loader.original.batch_size is None:
         items = [(count, (1,) * len(given), tuple(int(samples > 0) for samples in real)) for count, given, real in runs]
         by_item = _ResultOrder(items, most_rows=1)
-    return _ResultOrder(runs, most_rows=1, other=by_item)
+    return _ResultOrder(runs, most_rows=1, alternative=by_item)
 
 
 def _share_runs(loader_pass: LoaderPass, full: tuple[int, ...]) -> Iterator[_ShareRun]:
@@ -114,57 +112,54 @@ def _share_runs(loader_pass: LoaderPass, full: tuple[int, ...]) -> Iterator[_Sha
 
 
 class _ResultOrder:
-    """The order of results of runs of batches that were shared alike."""
+    """Result order for a sequence of runs of identically shared batches."""
 
-    leaf_by_leaf = True
-    """Results of samples may stand beside values of the whole batch."""
-
-    def __init__(self, runs: list[_ShareRun], *, most_rows: int | None = None, other: _ResultOrder | None = None) -> None:
-        """`most_rows` per sample are accepted; `other` is a second reading, for rows that do not fit the first one."""
+    def __init__(self, runs: list[_ShareRun], *, most_rows: int | None = None, alternative: _ResultOrder | None = None) -> None:
+        """Accept up to `most_rows` rows per sample; rows that do not fit are tried with the `alternative`."""
         self.runs = runs
         self.most_rows = most_rows
-        self.other = other
+        self.alternative = alternative
         self.batches = sum(count for count, _, _ in runs)
-        self.given = _sum_columns((count, given) for count, given, _ in runs)
-        self.counting = _sum_columns((count, real) for count, _, real in runs)
-        """Return how many of the samples that each rank received count."""
-        self.by_rank = all(real in (0, given) for given, real in zip(self.given, self.counting, strict=True)) and not all(self.counting)
-        """Whether a rank either counts whole or not at all: then one that does not is left out, whatever it brings."""
+        self.received = _sum_columns((count, given) for count, given, _ in runs)
+        self.kept = _sum_columns((count, real) for count, _, real in runs)
+        """How many of the samples that each rank received are kept; the others are padding."""
+        pairs = zip(self.received, self.kept, strict=True)
+        self.keeps_whole_ranks = all(kept in (0, received) for received, kept in pairs) and not all(self.kept)
+        """Whether all samples of a rank are kept or none: then the rows of a rank without are dropped, whatever their number."""
 
     @property
     def total(self) -> int:
-        return sum(self.counting)
+        return sum(self.kept)
 
     @property
-    def fillers(self) -> int:
-        return sum(self.given) - self.total
+    def padding(self) -> int:
+        return sum(self.received) - self.total
 
     @property
     def is_plain(self) -> bool:
-        """Whether everything counts and stands in order already, however it is read."""
-        return self.batches == 1 and self.given == self.counting and self.other is None
+        """Whether all rows are kept and already in order."""
+        return self.batches == 1 and self.received == self.kept and self.alternative is None
 
     @property
     def ranks(self) -> list[int] | None:
-        """The ranks whose single values count; None for all."""
-        counting = [rank for rank, real in enumerate(self.counting) if real]
-        return counting if counting and len(counting) < len(self.counting) else None
+        """The ranks whose single values are kept; None for all."""
+        ranks = [rank for rank, kept in enumerate(self.kept) if kept]
+        return ranks if ranks and len(ranks) < len(self.kept) else None
 
-    def order(self, counts: Sequence[int], usual: Sequence[int] | None = None) -> list[int] | None:
-        """Return positions in what the ranks brought: all that counts, sample by sample; k rows per sample where each brought k times.
+    def order(self, counts: Sequence[int], full_batch_rows: Sequence[int] | None = None) -> list[int] | None:
+        """Return the positions of the rows to keep, sample by sample; None if the counts do not fit the samples.
 
-        `usual`: what the ranks brought of a full batch, if that is known. One value per rank, and anything else that is not of samples,
-        is left alone.
+        `counts` are the rows of each rank, which may be k per sample. `full_batch_rows` are the counts for a full batch, if known.
         """
-        if self.reads_otherwise(counts, usual):
-            assert self.other is not None
-            return self.other.order(counts)
+        if self.uses_alternative(counts, full_batch_rows):
+            assert self.alternative is not None
+            return self.alternative.order(counts)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         rows = self.rows_per_sample(counts)
         if rows is None:
-            if not self.by_rank or self.most_rows is not None or len(counts) != len(self.given):
+            if not self.keeps_whole_ranks or self.most_rows is not None or len(counts) != len(self.received):
                 return None
-            return [at for rank, start in enumerate(starts) if self.counting[rank] for at in range(start, start + counts[rank])]
+            return [at for rank, start in enumerate(starts) if self.kept[rank] for at in range(start, start + counts[rank])]
         order: list[int] = []
         for count, given, real in self.runs:
             for _ in range(count):
@@ -173,15 +168,15 @@ class _ResultOrder:
                     starts[rank] += given[rank] * rows
         return order
 
-    def reads_otherwise(self, counts: Sequence[int], usual: Sequence[int] | None = None) -> bool:
-        """Return whether the second reading is meant: the first does not fit, or both do and full batches brought as many rows."""
-        if self.other is None or self.other.rows_per_sample(counts) is None:
+    def uses_alternative(self, counts: Sequence[int], full_batch_rows: Sequence[int] | None = None) -> bool:
+        """Return whether the alternative applies: only it fits, or both fit and a full batch had the same counts."""
+        if self.alternative is None or self.alternative.rows_per_sample(counts) is None:
             return False
-        return self.rows_per_sample(counts) is None if usual is None else list(usual) == list(counts)
+        return self.rows_per_sample(counts) is None if full_batch_rows is None else list(full_batch_rows) == list(counts)
 
     def rows_per_sample(self, counts: Sequence[int]) -> int | None:
-        """Return how many times the given samples each rank brought, if that is the same number for all."""
-        given = self.given
+        """Return how many rows per received sample the ranks have, if that is the same number for all."""
+        given = self.received
         if len(counts) != len(given) or not sum(given) or (set(counts) == {1} and set(given) != {1}):
             return None
         rows = sum(counts) // sum(given)
@@ -194,30 +189,30 @@ def _sum_columns(runs: Iterable[tuple[int, tuple[int, ...]]]) -> list[int]:
 
 
 class _CurrentResultOrder:
-    """Choose, leaf by leaf, between the order of the pass that ended last and that of the present batch, by their counts."""
+    """Chooses, per leaf, between the order of the last finished pass and that of the current batch, by row counts."""
 
     leaf_by_leaf = True
+    """A result may hold both rows of samples and values of the whole batch."""
 
     def __init__(
         self, state: GradientState, whole: _ResultOrder | None, batch: _ResultOrder | None, loader_pass: LoaderPass | None
     ) -> None:
-        """`loader_pass` is the pass of the present batch."""
+        """`loader_pass` is the pass of the current batch."""
         self.state, self.whole, self.batch, self.loader_pass = state, whole, batch, loader_pass
         finished: Any = state.metrics.finished
         self.finished = finished
-        self.is_past = whole is not None and finished.last_pass.gathered
-        """Whether results of the pass that ended last were gathered inside of its loop."""
+        self.was_gathered = whole is not None and finished.last_pass.gathered
+        """Whether results of the last finished pass were gathered inside its loop."""
         self.site = call_site()
         self.leaf = 0
 
     @property
     def total(self) -> int:
-        """Both totals in one number, as the header of a gather has room for one: the ranks have to agree on both.
+        return 0 if self.whole is None else self.whole.total
 
-        A batch of 2**24 samples or more would mix them; then ranks that disagree could go unnoticed.
-        """
-        whole, batch = (0 if order is None else order.total for order in (self.whole, self.batch))
-        return (whole << 24) + batch
+    @property
+    def batch_total(self) -> int:
+        return 0 if self.batch is None else self.batch.total
 
     @property
     def ranks(self) -> list[int] | None:
@@ -234,14 +229,15 @@ class _CurrentResultOrder:
         if batch is None:
             return None
         if batch.is_plain:
-            self._note_rows(counts)
+            self._record_rows(counts)
             return None
-        usual = None if self.loader_pass is None else self.loader_pass.rows.get((self.site, self.leaf))
-        order = batch.order(counts, usual)
+        full_batch_rows = None if self.loader_pass is None else self.loader_pass.rows.get((self.site, self.leaf))
+        order = batch.order(counts, full_batch_rows)
         if order is None:
             self._warn_of_unmatched(counts, batch)
-        elif batch.reads_otherwise(counts, usual):
-            self._log_once("constant", lambda: _CONSTANT.format(given=batch.given, counts=list(counts), real=batch.counting), quietly=True)
+        elif batch.uses_alternative(counts, full_batch_rows):
+            message = _CONSTANT.format(received=batch.received, counts=list(counts), kept=batch.kept)
+            self._log_once("constant", lambda: message, quietly=True)
         return None if order == list(range(sum(counts))) else order
 
     def _of_pass(self, counts: Sequence[int]) -> list[int] | None:
@@ -249,34 +245,34 @@ class _CurrentResultOrder:
         assert whole is not None
         order = whole.order(counts)
         if order is None:
-            if batch is None and whole.fillers and set(counts) != {1} and not self.is_past and self._is_multiple(whole, counts):
+            if batch is None and whole.padding and set(counts) != {1} and not self.was_gathered and self._is_multiple(whole, counts):
                 self._warn_of_unmatched(counts, whole)
             return None
-        kept, brought = len(order), sum(counts)
+        kept, rows = len(order), sum(counts)
         name = type(self.finished.original.dataset).__name__
-        if self.is_past:
-            if batch is None and order != list(range(brought)):
-                self._log_once("past", lambda: _PAST.format(brought=brought, name=name), quietly=True)
+        if self.was_gathered:
+            if batch is None and order != list(range(rows)):
+                self._log_once("past", lambda: _PAST.format(rows=rows, name=name), quietly=True)
             return None
-        if batch is not None and whole.batches == 1 and list(counts) == batch.given:
+        if batch is not None and whole.batches == 1 and list(counts) == batch.received:
             if order != batch.order(counts):
-                self._log_once("either", lambda: _EITHER.format(fillers=whole.fillers))
+                self._log_once("either", lambda: _EITHER.format(padding=whole.padding))
             return None
-        if order != list(range(brought)):
-            self._log_once("whole", lambda: _WHOLE.format(brought=brought, name=name, left=brought - kept), quietly=kept == brought)
+        if order != list(range(rows)):
+            self._log_once("whole", lambda: _WHOLE.format(rows=rows, name=name, dropped=rows - kept), quietly=kept == rows)
         return order
 
     @staticmethod
     def _is_multiple(whole: _ResultOrder, counts: Sequence[int]) -> bool:
         return _ResultOrder(whole.runs).rows_per_sample(counts) is not None
 
-    def _note_rows(self, counts: Sequence[int]) -> None:
-        if self.loader_pass is not None and len(self.loader_pass.rows) < _MAX_NOTED_ROWS:
+    def _record_rows(self, counts: Sequence[int]) -> None:
+        if self.loader_pass is not None and len(self.loader_pass.rows) < _MAX_RECORDED_ROWS:
             self.loader_pass.rows[self.site, self.leaf] = tuple(counts)
 
     def _warn_of_unmatched(self, counts: Sequence[int], of: _ResultOrder) -> None:
-        if of.fillers and set(counts) != {1}:
-            self._log_once("unmatched", lambda: _UNMATCHED.format(counts=list(counts), given=of.given, fillers=of.fillers))
+        if of.padding and set(counts) != {1}:
+            self._log_once("unmatched", lambda: _UNMATCHED.format(counts=list(counts), received=of.received, padding=of.padding))
 
     def _log_once(self, what: str, text: Callable[[], str], *, quietly: bool = False) -> None:
         if what not in self.state.metrics.warned:
@@ -285,44 +281,44 @@ class _CurrentResultOrder:
             (logger.info if quietly else logger.warning)(text())
 
 
-_MAX_NOTED_ROWS = 10_000
-"""Limit of remembered leaves by call site, for a script that gathers a different structure every time."""
+_MAX_RECORDED_ROWS = 10_000
+"""Limit for remembered (call site, leaf) pairs, for scripts that gather a different structure every time."""
 
 _UNMATCHED = (
-    "gather_for_metrics: the processes brought {counts} rows of {given} samples, which cannot be matched to samples, so those of "
-    "{fillers} repeated samples may be in the result. Gather one row per sample (in a loop: or k rows for each) and select later; or use "
-    "DataLoaderConfiguration(even_batches=False), where a process repeats samples only if it has none left, and its rows are left out; "
-    "or leave them out yourself by loader.shares. (Said once.)"
+    "gather_for_metrics: the ranks passed {counts} rows for {received} samples; rows cannot be assigned to samples, so up to {padding} "
+    "repeated samples may be in the result. Pass one row per sample (inside the loop, k rows per sample also work) and select later; or "
+    "use DataLoaderConfiguration(even_batches=False), where a process repeats samples only if it has none left, and its rows are dropped; "
+    "or drop them yourself with loader.shares. (This warning is shown once.)"
 )
 _EITHER = (
-    "gather_for_metrics: as many rows were given as the present batch of the outer loader has, and as the whole loader that was read "
-    "inside of it: they are taken for those of the batch, so {fillers} repeated samples of the inner one may be in the result. Gather its "
-    "results inside of its loop. (Said once.)"
+    "gather_for_metrics: the number of rows fits both the current batch of the outer loader and the whole loader that was read inside it. "
+    "They are taken as results of the batch, so {padding} repeated samples of the inner loader may be in the result. Gather its results "
+    "inside its loop. (This warning is shown once.)"
 )
 _WHOLE = (
-    "gather_for_metrics after the loop: these {brought} rows are taken for the results of the loader of {name} that was read to its end, "
-    "as every process brings as many as it was handed samples. They are put in the order of the dataset, and {left} rows of repeated "
-    "samples are left out. If they are something else, use gather. (Said once.)"
+    "gather_for_metrics after the loop: these {rows} rows are taken as the results of the loader of {name}, which was read to its end, "
+    "because every process has as many rows as samples. They are put in dataset order, and {dropped} rows of repeated samples are "
+    "dropped. If they are something else, use gather. (This message is shown once.)"
 )
 _PAST = (
-    "gather_for_metrics after the loop: these {brought} rows are gathered as they are. They are as many as the loader of {name} handed "
-    "out, but results of that pass were gathered inside of its loop already. (Said once.)"
+    "gather_for_metrics after the loop: these {rows} rows are gathered as they are. Their number is that of the samples of the loader of "
+    "{name}, but results of that pass were already gathered inside its loop. (This message is shown once.)"
 )
 _CONSTANT = (
-    "gather_for_metrics: this batch has {given} samples, and the processes brought {counts} rows, as many as of a full batch. The first "
-    "{real} are kept, one for each sample that counts. (Said once.)"
+    "gather_for_metrics: this batch has {received} samples, and the ranks passed {counts} rows, as for a full batch. The first {kept} rows "
+    "are kept, one per sample. (This message is shown once.)"
 )
 
 
 _TreePath = tuple[str, ...]
 _SampleLists = dict[_TreePath, tuple[list[int], bool]]
-"""For each list that may be of samples: whose counts it fits, and whether all it holds looks like batches."""
+"""For each list that may have one entry per sample: which counts it fits, and whether all its entries look like batches."""
 
 
 def _mark_sample_lists(data: Any, handed: list[list[int]], known: set[tuple[str, _TreePath]], channel: Channel, limits: Limits) -> Any:
-    """Return the data with its lists of samples as `Entries`; `handed` is what the ranks were given, as it may be meant.
+    """Return the data with its per-sample lists as `Entries`; `handed` has the possible sample counts of the ranks.
 
-    `known` holds the lists that earlier calls recognised, by the line of the script.
+    `known` holds the lists that earlier calls recognised, by call site.
     """
     found: _SampleLists = {}
     _find_sample_lists(data, (), found, [counts[channel.rank] for counts in handed])

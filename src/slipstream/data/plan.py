@@ -1,16 +1,16 @@
-"""The plan of a pass: an order of samples becomes global batches, and each global batch becomes one piece per data rank.
+"""The plan of a pass: an order of samples becomes global batches, and each global batch becomes one slice per data rank.
 
-A global batch is `size` consecutive samples of the order, and rank r reads the r-th contiguous piece of it, so the global batches are the
-same for any number of ranks. A batch sampler of the user's own and `batch_size=None` give whole batches, which are dealt out in rounds
-(`RoundRobinPlan`) or split (`BatchSplitPlan`, `ItemSplitPlan`). A pass may begin at any position, also inside a global batch: what is
-left of that batch is shared out first, so that all later batches are those of a pass that began at the start. `drop_last` drops a short
-global batch as a whole. What happens to a short last batch otherwise is the `LastBatchPolicy`:
+A global batch is `size` consecutive samples of the order, and rank r reads the r-th contiguous slice of it, so the global batches are the
+same for any number of ranks. A custom batch sampler and `batch_size=None` give whole batches, which are distributed in rounds
+(`RoundRobinPlan`) or split (`BatchSplitPlan`, `ItemSplitPlan`). A pass may begin at any position, also inside a global batch: the rest of
+that batch is shared first, so that all later batches are the same as in a pass from the start. `drop_last` drops a short global batch
+as a whole. Otherwise the `LastBatchPolicy` decides about a short last batch:
 
-* `exact` (default): each rank reads its piece as in a full batch. A rank that has no samples left repeats some that count nothing.
-* `even`: the batch is completed from the start of the order, so that every rank has a full batch. One process reads it as it is.
+* `exact` (default): each rank reads its slice as in a full batch. A rank without samples repeats some, with weight 0.
+* `even`: the batch is padded with samples from the start of the order, so that every rank has a full batch. One process reads it as it is.
 * `ragged`: the samples are shared as evenly as possible without repeats, so a rank may have one batch less.
 
-How a batch was shared is a `BatchShares`, or None if every rank has the same full share. The module also derives batch size and
+`BatchShares` says how a batch was shared; None means that every rank has the same full share. The module also derives batch size and
 accumulation steps from `effective_batch_size`, and slices batches that were read whole. Everything here is pure: no randomness and no
 communication.
 """
@@ -43,7 +43,7 @@ LastBatchPolicy = Literal["even", "exact", "ragged"]
 """What happens to a short last batch."""
 
 RankPiece = tuple[Any, "BatchShares | None", bool]
-"""What a rank reads of one global batch (samples, or a whole batch), how the batch was shared, and whether it is the last one."""
+"""A rank's slice of one global batch (samples, or a whole batch), how the batch was shared, and whether it is the last one."""
 
 
 class SampleOrder:
@@ -57,21 +57,21 @@ class SampleOrder:
         return self.length
 
     def take(self, start: int, stop: int) -> list[Any]:
-        """Return the samples at these positions, as far as there are any; Python numbers are made here."""
+        """Return the samples at these positions as Python objects; fewer at the end of the order."""
         taken = self.values[start : min(stop, self.length)]
         return taken.tolist() if isinstance(taken, numpy.ndarray) else list(taken)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Global batches of `size` consecutive samples, each cut into one contiguous piece per rank.
+    """Global batches of `size` consecutive samples, each cut into one contiguous slice per rank.
 
     >>> plan = BatchPlan(world_size=2, size=4, policy="even")
-    >>> plan.short(1)
+    >>> plan.share_last_batch(1)
     BatchShares(given=(2, 2), real=(1, 0), weighed=False, full=4)
     >>> [list(piece for piece, _, _ in plan.pieces(iter(range(5)), rank)) for rank in range(2)]
     [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
-    >>> BatchPlan(world_size=2, size=4).short(1)
+    >>> BatchPlan(world_size=2, size=4).share_last_batch(1)
     BatchShares(given=(1, 2), real=(1, 0), weighed=True, full=4)
     """
 
@@ -86,9 +86,9 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if self.policy == "even" and self.size % self.world_size:
             raise ConfigError(
-                f"split_batches=True cuts batches of batch_size={self.size} into {self.world_size} equal pieces, one for each process, and "
-                f"{self.size} is no multiple of {self.world_size}. Write batch_size={_nearest_multiples(self.size, self.world_size)}, or "
-                "even_batches=False for unequal pieces."
+                f"split_batches=True cuts batches of batch_size={self.size} into {self.world_size} equal slices, one per process, but "
+                f"{self.size} is not a multiple of {self.world_size}. Write batch_size={_nearest_multiples(self.size, self.world_size)}, "
+                "or even_batches=False for unequal slices."
             )
 
     @cached_property
@@ -101,8 +101,8 @@ class BatchPlan:
         """How a full batch is shared."""
         return None if self.size % self.world_size == 0 else self._share_out(self.size)
 
-    def short(self, left: int) -> BatchShares:
-        """Return how a last batch of `left` samples is shared, fewer than a full one."""
+    def share_last_batch(self, left: int) -> BatchShares:
+        """Return how a short last batch of `left` samples is shared."""
         if self.policy == "ragged":
             return self._share_out(left)
         real, before = [], 0
@@ -115,53 +115,56 @@ class BatchPlan:
             given = self.given if self.world_size > 1 else tuple(real)
         return BatchShares(given, tuple(real), self.policy == "exact", self.size)
 
-    def phase(self, start: int) -> int:
-        """Return how many samples of the global batch around a position come before it."""
+    def offset_in_batch(self, start: int) -> int:
+        """Return how many samples of the global batch at a position come before it."""
         return start % self.size if self.aligned else 0
 
-    def begun(self, phase: int) -> BatchShares | None:
-        """Return how a batch is shared of which so many samples were read before; None for a full one that is shared evenly."""
-        return self._share_out(self.size - phase) if phase else self.full
+    def share_first_batch(self, offset: int) -> BatchShares | None:
+        """Return how a batch is shared whose first `offset` samples were read before; None for a full batch that is shared evenly."""
+        return self._share_out(self.size - offset) if offset else self.full
 
     def _share_out(self, samples: int) -> BatchShares:
         real = tuple(count_per_rank(samples, self.world_size))
         given = real if self.policy == "ragged" else tuple(max(1, count) for count in real)
         return BatchShares(given, real, True, self.size)
 
-    def count(self, samples: int, rank: int = 0, phase: int = 0) -> int:
-        """Return how many batches a rank reads of so many samples after `phase` ones of the first batch; on every rank, unless ragged."""
-        if phase and samples >= self.size - phase:
-            first = self._share_out(self.size - phase)
-            return (first.given[rank] > 0) + self.count(samples - self.size + phase, rank)
+    def count(self, samples: int, rank: int = 0, offset: int = 0) -> int:
+        """Return how many batches a rank reads of the samples, beginning at an offset in a batch; equal on all ranks, unless ragged."""
+        if offset and samples >= self.size - offset:
+            first = self._share_out(self.size - offset)
+            return (first.given[rank] > 0) + self.count(samples - self.size + offset, rank)
         whole, left = divmod(samples, self.size)
         if not left or self.drop_last:
             has_short = False
         elif self.policy == "ragged":
-            has_short = self.short(left).given[rank] > 0
+            has_short = self.share_last_batch(left).given[rank] > 0
         else:
             has_short = True
         if self.policy == "ragged" and self.given[rank] == 0:  # more ranks than samples in a batch
             return 0
         return whole + has_short
 
-    def remainder(self, samples: int, phase: int = 0) -> int:
-        """Return the samples in the last batch if it is read though it is not full, else 0."""
-        if phase and samples >= self.size - phase:
-            samples -= self.size - phase
+    def remainder(self, samples: int, offset: int = 0) -> int:
+        """Return the number of samples in a short last batch that is not dropped, else 0."""
+        if offset and samples >= self.size - offset:
+            samples -= self.size - offset
         return 0 if self.drop_last else samples % self.size
 
-    # -- an order of known length: positions alone -----------------------------------------------------------------
+    # -- an order of known length ----------------------------------------------------------------------------------
 
-    def known(self, order: SampleOrder, rank: int, start: int = 0) -> Iterator[list[Any]]:
-        """Yield the pieces of a rank, from a position of the order on; nothing before it is looked at."""
+    def iterate_listed(self, order: SampleOrder, rank: int, start: int = 0) -> Iterator[list[Any]]:
+        """Yield the slices of a rank of a listed order, from a position on.
+
+        Only the rank's own positions are read, so the cost per batch does not grow with the number of ranks, unlike in `pieces`.
+        """
         size = self.size
         first = sum(self.given[:rank])
         last = first + self.given[rank]
         length = len(order)
-        if (phase := self.phase(start)) and length - start >= size - phase:
-            samples = order.take(start, start + size - phase)
-            piece = self._piece(samples, self.begun(phase), rank, lambda: order.take(0, 1))
-            start += size - phase
+        if (offset := self.offset_in_batch(start)) and length - start >= size - offset:
+            samples = order.take(start, start + size - offset)
+            piece = self._piece(samples, self.share_first_batch(offset), rank, lambda: order.take(0, 1))
+            start += size - offset
             if piece:
                 yield piece
         whole = (length - start) // size if start < length else 0
@@ -171,23 +174,21 @@ class BatchPlan:
         left = (length - start) % size if start < length else 0
         if left and not self.drop_last:
             samples = order.take(length - left, length)
-            piece = self._piece(samples, self.short(left), rank, lambda: order.take(0, min(length, size)))
+            piece = self._piece(samples, self.share_last_batch(left), rank, lambda: order.take(0, min(length, size)))
             if piece:
                 yield piece
 
     # -- an order that is drawn while it is read --------------------------------------------------------------------
 
     def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """Yield the pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
+        """Yield the slices of a rank; one global batch of positions (not of data) is drawn ahead to know which one is the last.
 
-        With a `head` (the beginning of the order; empty where it does not matter), the order stands at `start` already.
+        `head` is the beginning of the order (empty if it does not matter), if the order is already at `start`.
         """
         size = self.size
-        phase = self.phase(start)
-        if head is None:
-            head = list(islice(order, size))
-            order = _skip_to(head, order, start)
-        whole = size - phase
+        offset = self.offset_in_batch(start)
+        head, order = _seek(order, start, head, size)
+        whole = size - offset
         batch = list(islice(order, whole))
         first = head or batch
         while batch:
@@ -195,11 +196,11 @@ class BatchPlan:
             if self.drop_last and len(following) < size:
                 following = []
             if len(batch) == whole:
-                shares = self.begun(size - whole)
+                shares = self.share_first_batch(size - whole)
             elif self.drop_last:
                 return
             else:
-                shares = self.short(len(batch))
+                shares = self.share_last_batch(len(batch))
             piece = self._piece(batch, shares, rank, lambda: first)
             if piece:
                 yield piece, shares, self._is_last(following, rank)
@@ -208,10 +209,10 @@ class BatchPlan:
     def _is_last(self, following: Sequence[Any], rank: int) -> bool:
         if self.policy != "ragged" or len(following) in (0, self.size):
             return not following
-        return self.short(len(following)).given[rank] == 0
+        return self.share_last_batch(len(following)).given[rank] == 0
 
     def _piece(self, samples: Sequence[Any], shares: BatchShares | None, rank: int, head: Callable[[], Sequence[Any]]) -> list[Any]:
-        """Return what a rank reads of a global batch: its share; what completes the batch, or keeps a rank busy, is taken from the head."""
+        """Return a rank's slice of a global batch; padding is taken from the head of the order."""
         given = self.given if shares is None else shares.given
         if shares is not None and shares.weighed:
             first = sum(shares.real[:rank])
@@ -228,10 +229,10 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class RoundRobinPlan:
-    """Whole batches, dealt out in rounds: rank r takes the r-th batch of each round of `world_size`.
+    """Whole batches in rounds: rank r takes the r-th batch of each round of `world_size`.
 
-    >>> dealing = RoundRobinPlan(world_size=2, nominal=2, policy="even")
-    >>> [[(batch, shares and shares.real) for batch, shares, _ in dealing.pieces(iter(["ab", "cd", "ef"]), rank)] for rank in range(2)]
+    >>> plan = RoundRobinPlan(world_size=2, nominal=2, policy="even")
+    >>> [[(batch, shares and shares.real) for batch, shares, _ in plan.pieces(iter(["ab", "cd", "ef"]), rank)] for rank in range(2)]
     [[('ab', None), ('ef', (2, 0))], [('cd', None), ('ab', (2, 0))]]
     """
 
@@ -243,16 +244,14 @@ class RoundRobinPlan:
     """The size of a batch; 1 where a batch is one position of the dataset."""
 
     def count(self, batches: int, rank: int = 0) -> int:
-        """Return how many batches a rank reads of so many."""
+        """Return how many of the batches a rank reads."""
         whole, left = divmod(batches, self.world_size)
         return whole + (left > rank if self.policy == "ragged" else left > 0)
 
     def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """Yield the batches of a rank; one round (of batches of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
+        """Yield the batches of a rank; one round of batches of positions (not of data) is drawn ahead. `head` as in `BatchPlan`."""
         ranks = self.world_size
-        if head is None:
-            head = list(islice(batches, ranks))
-            batches = _skip_to(head, batches, start)
+        head, batches = _seek(batches, start, head, ranks)
         nominal = self.nominal or (self.measure(head[0]) if head else 1)
         dealt = list(islice(batches, ranks))
         while dealt:
@@ -280,10 +279,10 @@ class RoundRobinPlan:
 
 @dataclass(frozen=True)
 class BatchSplitPlan:
-    """Batches of all sizes (of a batch sampler of the user's own), each cut into one piece per rank.
+    """Batches of any size (of a custom batch sampler), each cut into one slice per rank.
 
-    >>> cutting = BatchSplitPlan(world_size=2, policy="even")
-    >>> [[batch for batch, _, _ in cutting.pieces(iter(["abcd", "efg"]), rank)] for rank in range(2)]
+    >>> plan = BatchSplitPlan(world_size=2, policy="even")
+    >>> [[batch for batch, _, _ in plan.pieces(iter(["abcd", "efg"]), rank)] for rank in range(2)]
     [[['a', 'b'], ['e', 'f']], [['c', 'd'], ['g', 'a']]]
     """
 
@@ -293,37 +292,31 @@ class BatchSplitPlan:
     policy: LastBatchPolicy = "exact"
 
     def count(self, batches: int, rank: int = 0) -> int:
-        """Return how many pieces a rank reads of so many batches."""
+        """Return how many of the batches a rank reads a slice of: all."""
         return batches
 
     def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """Yield the pieces of a rank; one batch (of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
-        following = batches
-        if head is None:
-            head = list(islice(batches, 1))
-            following = _skip_to(head, batches, start)
+        """Yield the slices of a rank; one batch of positions (not of data) is drawn ahead. `head` as in `BatchPlan`."""
+        head, batches = _seek(batches, start, head, 1)
         first: Sequence[Any] = head[0] if head else ()
         nominal = self.nominal or len(first) or 1
-        batch = next(following, None)
-        while batch is not None:
-            after = next(following, None)
+        for batch, is_last in _mark_last(batches):
             size = len(batch)
-            room = -(-size // self.world_size) * self.world_size if self.policy == "even" else size
-            plan = BatchPlan(self.world_size, max(1, room), self.policy)
-            shares = plan.full if size == room else plan.short(size)
+            padded = -(-size // self.world_size) * self.world_size if self.policy == "even" else size
+            plan = BatchPlan(self.world_size, max(1, padded), self.policy)
+            shares = plan.full if size == padded else plan.share_last_batch(size)
             piece = plan._piece(batch, shares, rank, lambda: first)
             if shares is not None or size != nominal:
                 real = plan.given if shares is None else shares.real
                 shares = BatchShares(plan.given if shares is None else shares.given, real, self.policy != "even", nominal)
             if piece:
-                yield piece, shares, after is None
-            batch = after
+                yield piece, shares, is_last
 
 
 def count_pieces(plan: BatchPlan | RoundRobinPlan | BatchSplitPlan | ItemSplitPlan, length: int, start: int, rank: int = 0) -> int:
-    """Return how many pieces a rank reads of an order of known length, from a position on."""
+    """Return how many batches a rank reads of an order of known length, from a position on."""
     left = max(0, length - start)
-    return plan.count(left, rank, plan.phase(start)) if isinstance(plan, BatchPlan) else plan.count(left, rank)
+    return plan.count(left, rank, plan.offset_in_batch(start)) if isinstance(plan, BatchPlan) else plan.count(left, rank)
 
 
 def _nearest_multiples(number: int, of: int) -> str:
@@ -331,16 +324,28 @@ def _nearest_multiples(number: int, of: int) -> str:
     return f"{below} or {below + of}" if below else f"{of}"
 
 
-def _skip_to(head: Sequence[Any], rest: Iterator[Any], start: int) -> Iterator[Any]:
-    """Yield what follows a position of an order whose head was drawn already."""
-    return islice(chain(head, rest), start, None)
+def _seek(order: Iterator[Any], start: int, head: Sequence[Any] | None, size: int) -> tuple[Sequence[Any], Iterator[Any]]:
+    """Return the first `size` items of an order, and the order from `start` on; with a `head`, it is there already."""
+    if head is not None:
+        return head, order
+    head = list(islice(order, size))
+    return head, islice(chain(head, order), start, None)
+
+
+def _mark_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each item and whether it is the last one; one item is read ahead."""
+    for item in items:
+        for following in items:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def split_effective_batch(effective: int, batch_size: int | None, world_size: int, *, split: bool = False) -> tuple[int, int]:
     """Return (samples per device and batch, batches per update), whose product over all processes is the effective batch size.
 
-    `batch_size` is the most that fits a device; the largest size up to it that comes out even is taken. If that is less than half of
-    what would fit, one line says so and names a number that comes out better. `split`: it is the size for all processes together.
+    `batch_size` is the largest size that fits on a device; the largest divisor up to it is taken. If that is less than half of
+    what fits, a warning names a better number. `split`: `batch_size` is for all processes together.
 
     >>> split_effective_batch(64, 16, 2), split_effective_batch(64, 12, 2), split_effective_batch(64, 100, 2)
     ((16, 2), (8, 4), (32, 1))
@@ -373,7 +378,7 @@ def split_effective_batch(effective: int, batch_size: int | None, world_size: in
 
 
 def trim_order_to_updates(order: SampleOrder | Iterator[Any], samples: int, begun: int = 0) -> SampleOrder | Iterator[Any]:
-    """Return an order without what is left over after the last full update of so many samples; `begun` of them came before an iterator.
+    """Return an order without the samples after the last full update; `begun` samples of an update came before an iterator.
 
     >>> list(trim_order_to_updates(iter(range(8)), 3))
     [0, 1, 2, 3, 4, 5]
@@ -384,7 +389,7 @@ def trim_order_to_updates(order: SampleOrder | Iterator[Any], samples: int, begu
 
 
 def keep_full_groups(items: Iterator[Any], size: int, begun: int = 0) -> Iterator[Any]:
-    """Yield the items of full groups of `size`, of which `begun` came before; what is left over at the end is dropped."""
+    """Yield the items of full groups of `size`; `begun` items of the first group came before. A short last group is dropped."""
     group: list[Any] = []
     for item in items:
         group.append(item)
@@ -397,15 +402,12 @@ def keep_full_groups(items: Iterator[Any], size: int, begun: int = 0) -> Iterato
 SliceFunction = Callable[..., Any]
 """`cut(data, slice, process_index=, num_processes=)`: some samples of a batch."""
 
-_END = object()
-"""After the last item: items may be None."""
-
 
 @dataclass(frozen=True)
 class ItemSplitPlan:
-    """A plan for items that are batches of all ranks: each is cut along its first dimension (`batch_size=None` with `split_batches`).
+    """A plan for items that are global batches: each is sliced along its first dimension (`batch_size=None` with `split_batches`).
 
-    What does not come out even is shared out as it is: the samples of a ready-made batch cannot be joined with others.
+    Uneven batches are shared as they are, because samples of a ready-made batch cannot be joined with others.
 
     >>> plan = ItemSplitPlan(2, lambda item: item)
     >>> [[piece.tolist() for piece, _, _ in plan.pieces(iter([torch.arange(4), torch.arange(3)]), rank)] for rank in range(2)]
@@ -418,31 +420,25 @@ class ItemSplitPlan:
     """None for `slice_rows`."""
 
     def count(self, items: int, rank: int = 0) -> int:
-        """Return how many pieces a rank reads of so many items."""
+        """Return how many of the items a rank reads a slice of: all."""
         return items
 
     def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
-        """Yield the pieces of a rank; one batch is read ahead. With a `head` (the beginning), the batches stand at `start` already."""
-        items = order
-        if head is None:
-            head = list(islice(order, 1))
-            items = _skip_to(head, order, start)
-        item = next(items, _END)
+        """Yield the slices of a rank; one batch is read ahead. `head` as in `BatchPlan`."""
+        head, items = _seek(order, start, head, 1)
         full = count_samples(head[0]) if head else 0
-        while item is not _END:
-            following = next(items, _END)
+        for item, is_last in _mark_last(items):
             real = tuple(count_per_rank(count_samples(item), self.world_size))
             given = tuple(max(1, count) for count in real)
             begin = sum(real[:rank]) if real[rank] else 0
-            place = slice(begin, begin + given[rank])
-            piece = (self.cut or slice_rows)(self.collate(item), place, process_index=rank, num_processes=self.world_size)
+            rows = slice(begin, begin + given[rank])
+            piece = (self.cut or slice_rows)(self.collate(item), rows, process_index=rank, num_processes=self.world_size)
             even = len(set(real)) == 1 and sum(real) == full
-            yield piece, None if even else BatchShares(given, real, True, full), following is _END
-            item = following
+            yield piece, None if even else BatchShares(given, real, True, full), is_last
 
 
 def count_samples(batch: Any) -> int:
-    """Return how many samples a ready-made batch holds: the first dimension of its first tensor, array or list; 1 where it has none.
+    """Return the number of samples in a ready-made batch: the first dimension of its first tensor, array or list; 1 without one.
 
     >>> count_samples({"x": torch.ones(4, 2)}), count_samples([{"text": "a", "x": torch.ones(4)}]), count_samples("a")
     (4, 1, 1)
@@ -459,7 +455,7 @@ def count_samples(batch: Any) -> int:
 def slice_for_ranks(
     cut: SliceFunction, whole: Any, sizes: Sequence[int], ranks: Sequence[int], world_size: int, *, samples: bool = True
 ) -> list[Any]:
-    """Cut a batch of some ranks into theirs; with `samples`, it was made of as many as `sizes` say and may hold lists of them.
+    """Cut a batch into slices of `sizes` for these ranks; with `samples`, it was collated from `sum(sizes)` samples and may hold lists.
 
     >>> slice_for_ranks(slice_rows, [torch.ones(3), torch.zeros(3)], [1, 1], [0, 1], 2)
     [[tensor([1., 1., 1.])], [tensor([0., 0., 0.])]]
@@ -476,10 +472,10 @@ def slice_for_ranks(
 def slice_rows(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None, *, rows: int | None = None
 ) -> Any:
-    """Return some samples of a batch: tensors, arrays and lists sliced along their first dimension; what belongs to the whole batch stays.
+    """Return some samples of a batch: tensors, arrays and lists sliced along their first dimension; other values are kept.
 
-    `rows` is how many samples it holds; None takes that from the batch. A list of as many tensors is one of samples, unless the tensors
-    themselves have as many rows; where both could be meant, it is refused.
+    `rows` is the number of samples in the batch; None derives it. A list of that many tensors is a list of samples, unless the tensors
+    themselves have that many rows; an ambiguous list is an error.
 
     >>> slice_rows({"x": torch.arange(4), "text": ["a", "b", "c", "d"], "scale": 2.0}, slice(1, 3))
     {'x': tensor([1, 2]), 'text': ['b', 'c'], 'scale': 2.0}
@@ -499,7 +495,7 @@ def slice_rows(
 
 
 def _holds_samples(node: Any, rows: int, *, certain: bool) -> bool:
-    """Return whether a list is one of samples, rather than the parts of a batch, which all have as many rows."""
+    """Return whether a list holds samples, rather than parts of a batch, each with a row per sample."""
     if not isinstance(node, (list, tuple)) or pytree.is_namedtuple(node) or len(node) != rows:
         return False
     if not all(_has_rows(part, rows) for part in node):
@@ -514,14 +510,14 @@ def _holds_samples(node: Any, rows: int, *, certain: bool) -> bool:
 
 
 def _leaf_types(part: Any) -> tuple[Any, ...]:
-    """Return what samples have in common."""
+    """Return the dtype and dimensions, or the type, of each leaf."""
     return tuple(
         (leaf.dtype, leaf.ndim) if isinstance(leaf, (torch.Tensor, numpy.ndarray)) else type(leaf) for leaf in pytree.flatten(part)
     )
 
 
 def _has_rows(part: Any, rows: int) -> bool:
-    """Return whether a part of a batch has one row for each sample."""
+    """Return whether a part of a batch has one row per sample."""
     if isinstance(part, (torch.Tensor, numpy.ndarray)):
         return bool(part.ndim) and part.shape[0] == rows
     if isinstance(part, (list, tuple)) and not pytree.is_namedtuple(part):

@@ -48,7 +48,11 @@ class ResultOrder(Protocol):
 
     @property
     def total(self) -> int:
-        """How many samples the whole input had, as far as this rank knows; -1 if unknown. All ranks have to know the same."""
+        """How many samples the whole input had; -1 if unknown. It must be the same on all ranks."""
+
+    @property
+    def batch_total(self) -> int:
+        """How many samples the current batch of a loader has; 0 without one. It must be the same on all ranks."""
 
     @property
     def leaf_by_leaf(self) -> bool:
@@ -90,7 +94,7 @@ def gather_objects(
     body = Body()
     with _announce_failures(channel, limits, operation):
         check_rank(dst, channel.world_size)
-        body.add_bytes(codec.encode([_known_total(arrange), value]))
+        body.add_bytes(codec.encode([_known_totals(arrange), value]))
     target = "" if dst is None else f" to rank {dst}"
     call = make_call(operation, kind + target, lambda: f"{kind} ({type(value).__name__}){target}")
     call.site += f" ({reason})" if reason else ""
@@ -125,7 +129,7 @@ def gather(
         check_rank(dst, channel.world_size)
         leaves = pytree.flatten(data, is_entries)
         packed = [PackedTensor(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
-        body = _gather_body(leaves, packed, _known_total(arrange))
+        body = _gather_body(leaves, packed, _known_totals(arrange))
         agreement = pytree.describe_structure(data, _describe_agreed, is_entries)
     target = condition + ("" if dst is None else f" to rank {dst}")
     call = make_call(operation, agreement + target, lambda: pytree.describe_structure(data, _describe_shown, is_entries) + target)
@@ -142,18 +146,22 @@ def gather(
     return pytree.unflatten(data, joined.finish(leaves, packed, arrange), is_entries)
 
 
-def _known_total(arrange: ResultOrder | None) -> int:
-    return -1 if arrange is None else arrange.total
+_Totals = tuple[int, int]
+"""The totals of a `ResultOrder`, whole input and current batch."""
 
 
-def _kept_ranks(arrange: ResultOrder | None, totals: Sequence[int]) -> list[int] | None:
-    """Return the ranks whose single values are kept, if all ranks know of the same samples; None for all."""
-    return None if arrange is None or totals[0] < 0 or len(set(totals)) > 1 else arrange.ranks
+def _known_totals(arrange: ResultOrder | None) -> _Totals:
+    return (-1, 0) if arrange is None else (arrange.total, arrange.batch_total)
 
 
-def _agreed_order(arrange: ResultOrder | None, totals: Sequence[int], counts: list[list[int]]) -> list[int] | None:
+def _kept_ranks(arrange: ResultOrder | None, totals: Sequence[_Totals]) -> list[int] | None:
+    """Return the ranks whose single values are kept, if all ranks know the same totals; None for all."""
+    return None if arrange is None or totals[0][0] < 0 or len(set(totals)) > 1 else arrange.ranks
+
+
+def _agreed_order(arrange: ResultOrder | None, totals: Sequence[_Totals], counts: list[list[int]]) -> list[int] | None:
     """Return the order of results, if all ranks know the same split and every leaf that holds samples fits it."""
-    if arrange is None or not counts or totals[0] < 0 or len(set(totals)) > 1:
+    if arrange is None or not counts or totals[0][0] < 0 or len(set(totals)) > 1:
         return None
     orders = [arrange.order(count) for count in counts]
     return orders[0] if all(order is not None for order in orders) else None
@@ -173,14 +181,14 @@ def _describe_shown(leaf: Any) -> str:
     return f"{len(leaf)} entries" if is_entries(leaf) else type(leaf).__name__
 
 
-def _gather_body(leaves: list[Any], packed: list[PackedTensor | None], total: int) -> Body:
+def _gather_body(leaves: list[Any], packed: list[PackedTensor | None], totals: _Totals) -> Body:
     """Pack the row counts of the tensor leaves, then the objects, then the bytes of tensors in host memory."""
     others = [leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None]
     encoded = codec.encode([pack_object(list(leaf)) if is_entries(leaf) else leaf for leaf in others]) if others else b""
     tensors = [pack for pack in packed if pack is not None]
     body = Body()
-    sizes = struct.pack(f"<{len(tensors) + 2}q", *[_SCALAR if pack.is_scalar else pack.rows for pack in tensors], total, len(encoded))
-    body.add_bytes(sizes)
+    rows = [_SCALAR if pack.is_scalar else pack.rows for pack in tensors]
+    body.add_bytes(struct.pack(f"<{len(rows) + 3}q", *rows, *totals, len(encoded)))
     body.add_bytes(encoded)
     for pack in tensors:
         if pack.on_host:
@@ -197,14 +205,14 @@ class _GatheredLeaves:
         self.scalars = [True] * len(tensors)
         """Which leaves have no rows on any rank: a single value each."""
         host: list[list[Any]] = [[] for _ in tensors]
-        self.totals: list[int] = []
-        sizes = struct.Struct(f"<{len(tensors) + 2}q")
+        self.totals: list[_Totals] = []
+        sizes = struct.Struct(f"<{len(tensors) + 3}q")
         for data in bodies:
             reader = BodyReader(data)
-            *counts, total, length = sizes.unpack(reader.take(sizes.size))
+            *counts, total, batch_total, length = sizes.unpack(reader.take(sizes.size))
             rows = [1 if count == _SCALAR else count for count in counts]
             self.scalars = [scalar and count == _SCALAR for scalar, count in zip(self.scalars, counts, strict=True)]
-            self.totals.append(total)
+            self.totals.append((total, batch_total))
             encoded = reader.take(length)
             self.rows.append(tuple(rows))
             self.objects.append(codec.decode(encoded) if has_objects else [])

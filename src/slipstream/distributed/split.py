@@ -108,6 +108,7 @@ class SplitPart:
     # As the order of results (`ResultOrder` in collectives.py), for one result per item:
     leaf_by_leaf = False
     ranks = None
+    batch_total = 0
 
     def order(self, counts: Sequence[int]) -> list[int] | None:
         """Return the positions of the results in their concatenation; None if a rank has another count than items.

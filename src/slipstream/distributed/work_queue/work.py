@@ -347,6 +347,7 @@ class Work:
 
     leaf_by_leaf = False
     ranks = None
+    batch_total = 0
 
     @property
     def total(self) -> int:
