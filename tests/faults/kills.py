@@ -293,8 +293,15 @@ class Chain:
     """Run and step of everything that was committed, as far as it is known, in order."""
     surely: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By rank, the last save that it reported."""
+    joint: tuple[int, int] | None = None
+    """The last save that every rank reported: from then on there is a complete checkpoint."""
     pace: float = 0.1
     """Seconds from one save to the next, as far as they were seen."""
+
+    @property
+    def keeps_complete(self) -> bool:
+        """Whether the newest complete checkpoint stays when a rank is killed: it does where checkpoints are numbered."""
+        return self.case.place != "one folder" and self.case.ranks > 1
 
     def kill_once(self, pool: RankPool) -> None:
         """One run and its end; what it had committed is compared."""
@@ -393,8 +400,13 @@ class Chain:
         if len(found) < self.case.ranks:
             return self._trouble(f"only ranks {sorted(found)} came to their first save")
         steps = {(entry["run"], entry["step"]) for entry in found.values()}
-        if there and (len(steps) > 1 or steps != {self.history[-1]}):
+        complete = all(entry["random"] for entry in found.values())
+        older = self.keeps_complete and complete and len(steps) == 1 and steps <= set(self.history)
+        if there and steps != {self.history[-1]} and not older:
             return self._trouble(f"{steps} was loaded, and {self.history[-1]} was committed last")
+        kept = self.joint is None or not self.keeps_complete or not self.case.in_step or (complete and max(steps) >= self.joint)
+        if there and not kept:
+            return self._trouble(f"{steps} was loaded with random states {complete}, and all ranks had saved {self.joint}")
         for rank, entry in found.items():
             last = self.surely.get(rank)
             if not entry["random"] and last is not None and last >= self.history[-1]:
@@ -412,6 +424,8 @@ class Chain:
             own = self._reports(rank)
             self.surely.update({rank: own[-1]} if own else {})
         self.history += self._reports(0)
+        if all(reported := [self._reports(rank) for rank in range(self.case.ranks)]):
+            self.joint = min(reports[-1] for reports in reported)
         self.tally.saves += len(self._reports(0))
         try:
             visible = sorted(committed(self.case, run).values())

@@ -165,6 +165,8 @@ class RunFacts:
     mesh: Mapping[str, int] = field(default_factory=dict)
     metric: float | None = None
     receipt: Mapping[str, Any] = field(default_factory=dict)
+    savers: int | None = None
+    site: str = ""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ def sweep_locked(path: Path, disk: Disk) -> None:
             found["was"].remove(back)
         disk.sync_folder(path.parent)  # what stands under the name is there to stay, before anything goes
         for leftover in [*found["saving"], *found["removing"]]:
-            disk.remove_tree(leftover)
+            with suppress(FileNotFoundError):  # a rank removes it, too
+                disk.remove_tree(leftover)
         for leftover in found["was"]:
             discard_replaced(leftover, path, disk)
     except OSError as error:

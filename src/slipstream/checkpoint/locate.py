@@ -26,8 +26,8 @@ import torch
 from slipstream.checkpoint import remote
 from slipstream.checkpoint.commit import find_recoverable
 from slipstream.checkpoint.deserialize import read_part
-from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile, open_listed_file, rank_files, read_manifest
-from slipstream.checkpoint.rotate import numbered_checkpoints
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile, checkpoint_number, open_listed_file, rank_files, read_manifest
+from slipstream.checkpoint.rotate import NumberedCheckpoint, describe_checkpoint, find_incomplete, numbered_checkpoints
 from slipstream.checkpoint.sharded import TensorPlaceholders, open_shards
 from slipstream.checkpoint.tensor_bytes import FileContent, load_tensors, read_tensor_file
 from slipstream.distributed.progress_bar import bar
@@ -390,24 +390,44 @@ def locate_checkpoint(saver: Saver, input_dir: Any, allow_pickle: bool, unusable
     here = numbered_checkpoints(folder)
     if here and (found := _read_accelerate(here[-1][1], allow_pickle)) is not None:
         return found
-    newest = open_newest(_Numbered(folder), where, alone=alone, known={Path(path): why for path, why in unusable.items()})
-    _warn_passed_over({path.name: why for path, why in newest.passed_over.items()}, newest.checkpoint.folder.name)
+    candidates = _Candidates(folder)
+    newest = open_newest(candidates, where, alone=alone, known={Path(path): why for path, why in unusable.items()})
+    loaded = newest.checkpoint.folder.name
+    passed = {path.name: why for path, why in newest.passed_over.items()}
+    _warn_passed_over(_newer_than(loaded, candidates.incomplete) | passed, loaded)
     return read_saved_state(newest.checkpoint, str(newest.checkpoint.folder))
 
 
-class _Numbered:
-    """The numbered checkpoints of a folder, newest first, listed anew by every iteration."""
+class _Candidates:
+    """The numbered checkpoints of a folder, complete ones before incomplete ones, newest first; listed again by every iteration."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.incomplete: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Path]:
-        return (path for _, path in reversed(numbered_checkpoints(self._folder)))
+        paths = [path for _, path in reversed(numbered_checkpoints(self._folder))]
+        known = [found for path in paths if (found := describe_checkpoint(path)) is not None]
+        self.incomplete = {checkpoint.name: _explain_incomplete(checkpoint) for checkpoint in find_incomplete(known)}
+        return iter(sorted(paths, key=lambda path: path.name in self.incomplete))
+
+
+def _newer_than(name: str, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons of checkpoints with higher numbers than `name`."""
+    number = checkpoint_number(name)
+    return {other: why for other, why in reasons.items() if number is not None and (checkpoint_number(other) or 0) > number}
+
+
+def _explain_incomplete(checkpoint: NumberedCheckpoint) -> str:
+    return f"it is incomplete, without the state of {checkpoint.missing}, which did not finish save_state; pass its path to load it"
 
 
 def _read_remote(url: str, *, numbered: bool) -> SavedState:
     """Return the checkpoint at a URL, or the newest whole one of those numbered below it, which are fetched into temporary folders."""
     candidates = [place for _, place in reversed(remote.list_numbered(url))]
+    known = [found for place in candidates if (found := remote.describe_checkpoint(place)) is not None] if len(candidates) > 1 else []
+    incomplete = {checkpoint.name: _explain_incomplete(checkpoint) for checkpoint in find_incomplete(known)}
+    candidates.sort(key=lambda place: place in incomplete)
     passed: dict[str, str] = {}
     for place in candidates or ([] if numbered else [url]):
         holder, name = _TemporaryCopy(), place.rpartition("/")[2] if candidates else "checkpoint"
@@ -418,7 +438,8 @@ def _read_remote(url: str, *, numbered: bool) -> SavedState:
                 raise
             passed[name] = str(error)
             continue
-        _warn_passed_over(passed, name)
+        newer = {place.rpartition("/")[2]: why for place, why in incomplete.items()}
+        _warn_passed_over({**_newer_than(name, newer), **passed}, name)
         return replace(read_saved_state(checkpoint, redact(place)), holder=holder)
     raise _none_is_whole(passed, redact(url))
 

@@ -27,8 +27,8 @@ __all__ = [
     "ACCELERATE_FILE", "LARGEST_MANIFEST", "LATEST", "MANIFEST", "MODEL_NAME", "Manifest", "ModelEntry", "OPTIMIZER_NAME",
     "RNG_STATE_NAME", "RankFile", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
     "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
-    "checkpoint_number", "open_listed_file", "parse_manifest", "pending_rank_files", "rank_file_prefix", "rank_files", "read_manifest",
-    "read_manifest_or_none", "split_stamp", "unfinished_rank_files",
+    "checkpoint_number", "open_listed_file", "parse_manifest", "pending_rank_files", "rank_file_prefix", "rank_files", "rank_marker",
+    "rank_markers", "read_manifest", "read_manifest_or_none", "split_stamp", "unfinished_rank_files",
 ]
 
 
@@ -115,7 +115,11 @@ class Manifest:
     """Shard files with the sharded tensors of a part, by the file of the part. The key on disk is "pieces"."""
     metric: float | None = None
     receipt: Mapping[str, Any] = field(default_factory=dict)
-    """What decides the meaning of the run: see `capture.current_receipt`."""
+    """The settings that results depend on: see `capture.current_settings`."""
+    savers: int | None = None
+    """How many ranks save to this folder if all of them call `save_state`; None where one process does, and in older checkpoints."""
+    site: str = ""
+    """A hash of the lines of the script that led to `save_state`, where there are several savers."""
 
     def shard_files(self) -> set[str]:
         """Return the names of all shard files."""
@@ -144,6 +148,7 @@ class Manifest:
             "models": [_model_fields(model) for model in self.models],
             **{name: getattr(self, name) for name in ("optimizers", "training", "objects", "ranks")},
             **_shards_field(self.shards),
+            **({} if self.savers is None else {"savers": self.savers, "site": self.site}),
             "files": {name: vars(entry) for name, entry in self.files.items()},
         }
         data = strict_json.dump(body, indent=1)
@@ -271,6 +276,8 @@ class _ManifestReader:
             shards={self._listed("pieces", part): self._shards("pieces", names) for part, names in shards.items()},
             metric=self._metric(),
             receipt=self._mapping("receipt"),
+            savers=self._whole("savers", self._body["savers"], 1, world) if "savers" in self._body else None,
+            site=self._text("site") if "site" in self._body else "",
         )
 
     def _wrong(self, name: str, why: str) -> CheckpointError:
@@ -437,8 +444,23 @@ def pending_rank_files(target: Path) -> list[tuple[Path, RankFile]]:
     return [(target.parent / name, found) for name, rest in _hidden_beside(target) if (found := RankFile.of(rest)) is not None]
 
 
+def rank_marker(rank: int, stamp: str) -> str:
+    """Return the name, after `rank_file_prefix`, of the empty file that a rank keeps beside a checkpoint until its state is written.
+
+    >>> rank_marker(1, "120-00112233445566aa")[:14]
+    'rank-00112233-'
+    """
+    return f"rank-{split_stamp(stamp)[1]}-{digest(stamp.encode())[:8]}{rank:08x}"
+
+
+def rank_markers(target: Path, stamp: str) -> list[Path]:
+    """Return the markers of ranks that have begun to save their state for this save and have not finished."""
+    ours = rank_marker(0, stamp)[:-8]
+    return [target.parent / name for name, rest in _hidden_beside(target) if rest.startswith(ours) and _UNFINISHED.fullmatch(rest)]
+
+
 def unfinished_rank_files(target: Path) -> list[Path]:
-    """Return files beside a checkpoint that ranks are writing, or did not finish."""
+    """Return files beside a checkpoint that ranks are writing or did not finish, markers included."""
     return [target.parent / name for name, rest in _hidden_beside(target) if _UNFINISHED.fullmatch(rest)]
 
 

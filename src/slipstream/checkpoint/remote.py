@@ -37,7 +37,7 @@ from slipstream.checkpoint.manifest import (
     parse_manifest,
     split_stamp,
 )
-from slipstream.checkpoint.rotate import RetentionPolicy
+from slipstream.checkpoint.rotate import NumberedCheckpoint, RetentionPolicy, find_protected
 from slipstream.distributed.progress_bar import bar, counted
 from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.checksum import Bytes, Digest
@@ -49,7 +49,9 @@ from slipstream.logging import get_logger
 if TYPE_CHECKING:
     from slipstream.checkpoint.capture import Snapshot
 
-__all__ = ["RemoteStage", "RemoteTarget", "fetch", "list_numbered", "read_remote_manifest", "rotate", "write_latest"]
+__all__ = [
+    "RemoteStage", "RemoteTarget", "describe_checkpoint", "fetch", "list_numbered", "read_remote_manifest", "rotate", "write_latest",
+]
 
 _LARGEST_RANK_FILE: Final = 64 * 2**20
 _CHUNK_SIZE: Final = 4 << 20
@@ -92,6 +94,9 @@ class RemoteTarget:
         name = RankFile(snapshot.rank, snapshot.facts.stamp, digest.hexdigest()).name
         self._store.put(name, *encode_tree(own.name, own.tree, own.tensors)[1])
 
+    def mark_rank(self, rank: int, stamp: str) -> None:
+        """Do nothing: an upload is too slow for a marker, so a rank that is killed is noticed by earlier saves from the same line."""
+
     def collect(self, stamp: str) -> None:
         """Do nothing: ranks put their files where they belong, and a put is whole or not there."""
 
@@ -102,6 +107,12 @@ class RemoteTarget:
     def rotate(self, policy: RetentionPolicy) -> None:
         """Remove checkpoints beside it that are no longer kept."""
         rotate(self._url.rpartition("/")[0], policy, newest=self._url)
+
+    def rotate_if_complete(self, policy: RetentionPolicy, stamp: str) -> None:
+        """Remove checkpoints that are no longer kept, if a rank has just added the last state that this one was waiting for."""
+        found = describe_checkpoint(self._url) if policy.total_limit is not None else None
+        if found is not None and found.manifest.stamp == stamp and found.has_all_ranks:
+            self.rotate(policy)
 
     def reusable(self, last: str | None) -> list[Path]:
         """Return nothing: a store has no links."""
@@ -268,17 +279,30 @@ def rotate(url: str, policy: RetentionPolicy, newest: str) -> list[str]:
     """Remove the numbered checkpoints below a URL that need not stay, after `newest` was committed; return which ones."""
     if policy.total_limit is None or _published_manifest(ObjectStore(newest)) is None:
         return []
-    found = [(number, place, _published_manifest(ObjectStore(place))) for number, place in list_numbered(url)]
-    manifests = {place: manifest for _, place, manifest in found if manifest is not None}
-    known = [(number, place, manifest.metric) for number, place, manifest in found if manifest is not None]
+    known = {location: found for _, location in list_numbered(url) if (found := describe_checkpoint(location)) is not None}
+    newest = newest.rstrip("/")
+    metrics = [(location, checkpoint.manifest.metric) for location, checkpoint in known.items()]
     removed = []
-    for place in policy.find_outdated(known, newest.rstrip("/")):
+    for location in policy.find_outdated(metrics, newest, find_protected(list(known.values()), newest)):
         try:
-            _remove(ObjectStore(place), manifests[place])
-            removed.append(place)
+            _remove(ObjectStore(location), known[location].manifest)
+            removed.append(location)
+        except MissingCheckpointError:  # another rank removes it
+            continue
         except CheckpointError as problem:
             get_logger(__name__).warning(f"A checkpoint that is no longer kept could not be removed: {problem}")
     return removed
+
+
+def describe_checkpoint(url: str) -> NumberedCheckpoint | None:
+    """Return the checkpoint at a URL and the ranks whose state is in it, or None if it has no readable manifest."""
+    store = ObjectStore(url)
+    manifest = _published_manifest(store)
+    if manifest is None:
+        return None
+    names = store.list() if len(manifest.ranks) < manifest.world else []
+    added = {found.rank for name in names if (found := RankFile.of(name)) is not None and found.stamp == manifest.stamp}
+    return NumberedCheckpoint(url, manifest, frozenset(manifest.ranks) | added)
 
 
 # -- manifests at a URL

@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -97,17 +97,16 @@ class SaveFolders:
         """The name of the last save."""
         self._own: _FolderRecord = {}
 
-    def announce(self, folder: str, stamp: str, *, machine: int | None) -> None:
-        """Publish the folder of a save that begins; raise if another process gave another one. `machine`: whose processes are compared."""
+    def announce(self, folder: str, save: str) -> None:
+        """Publish the folder of a save that begins; raise if another process gave a different one. `save` is equal for one save."""
         from slipstream.files.object_store import is_url, local_path, redact
 
         self.check()
         process = self._runtime.process
         if process.world_size == 1:
             return
-        path = f"{stamp} {machine} {call_path()}"
-        self._calls[path] += 1
-        digest = hashlib.blake2b(f"{path} {self._calls[path]}".encode(errors="replace"), digest_size=8).hexdigest()
+        self._calls[save] += 1
+        digest = hashlib.blake2b(f"{save} {self._calls[save]}".encode(errors="replace"), digest_size=8).hexdigest()
         found = folder.rstrip("/") if is_url(folder) else os.path.realpath(os.path.expanduser(local_path(folder)))
         self._own = {"rank": process.rank, "host": process.host, "given": redact(folder), "folder": found, "site": call_site()}
         self._note = f"save/{self._number}/{digest}"
@@ -320,11 +319,15 @@ class Saver:
         shard_bytes = options.shard_bytes  # checked before anything is written
         if options.dedup and is_url(target):
             get_logger(__name__).warning(f"save_state(dedup=True) has no effect at {redact(target)}: only files on a disk can be linked")
-        machine = self.components.state.runtime.process.node_rank if self.project.save_on_each_node else None
-        self.folders.announce(self.folder or target, make_stamp(self.components, self.run_id), machine=machine)
+        process, lines = self.components.state.runtime.process, call_path()
+        machine = process.node_rank if self.project.save_on_each_node else None
+        stamp = make_stamp(self.components, self.run_id)
         destination = open_destination(target, self.disk)
+        self.folders.announce(self.folder or target, f"{stamp} {machine} {lines}")
+        if self.folder is not None and not self.writes:
+            destination.mark_rank(process.rank, stamp)
         if self.writes:
-            write = self._begin_shared(destination, target, options, shard_bytes)
+            write = self._begin_shared(destination, target, options, shard_bytes, lines)
         else:
             write = self._begin_own(destination, target, options)
         if self.folder is not None:
@@ -352,8 +355,10 @@ class Saver:
         self.background.wait()
         self.folders.check()
 
-    def _begin_shared(self, destination: Destination, target: str, options: SaveOptions, shard_bytes: int | None) -> Callable[[], None]:
-        """Take the state of the run, and return what writes it."""
+    def _begin_shared(
+        self, destination: Destination, target: str, options: SaveOptions, shard_bytes: int | None, lines: str
+    ) -> Callable[[], None]:
+        """Capture the state of the run, and return a function that writes it. `lines` are those of the script that led to the call."""
         from slipstream.checkpoint.capture import capture_snapshot
         from slipstream.checkpoint.writer import write_checkpoint
 
@@ -361,6 +366,11 @@ class Saver:
         try:
             weights = self.take_weights(str(stage.folder))
             snapshot = self._keep(capture_snapshot(self.components, self.run_id, self.objects, weights, options.metric), options)
+            process = self.components.state.runtime.process
+            if process.world_size > 1:
+                savers = process.local_world_size if self.project.save_on_each_node else process.world_size
+                site = hashlib.blake2b(lines.encode(errors="replace"), digest_size=8).hexdigest()
+                snapshot = replace(snapshot, facts=replace(snapshot.facts, savers=savers, site=site))
         except BaseException:
             stage.abandon()
             raise
@@ -378,13 +388,19 @@ class Saver:
         return write
 
     def _begin_own(self, destination: Destination, target: str, options: SaveOptions) -> Callable[[], None]:
-        """Take what belongs to this rank alone, and return what writes it."""
+        """Capture the state of this rank alone, and return a function that writes it."""
         from slipstream.checkpoint.capture import capture_snapshot
 
         if self.save_hooks:
             self.take_weights(target)
         snapshot = self._keep(capture_snapshot(self.components, self.run_id, (), None, None), options)
-        return lambda: destination.add_rank_file(snapshot)
+
+        def write() -> None:
+            destination.add_rank_file(snapshot)
+            if self.folder is not None:
+                destination.rotate_if_complete(self.retention, snapshot.facts.stamp)
+
+        return write
 
     def finish(self, destination: Destination, target: str, snapshot: Snapshot) -> None:
         """Take in the files of other ranks after a commit, and remove what is no longer kept."""

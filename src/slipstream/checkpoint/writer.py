@@ -31,11 +31,13 @@ from slipstream.checkpoint.manifest import (
     checkpoint_number,
     pending_rank_files,
     rank_file_prefix,
+    rank_marker,
+    rank_markers,
     read_manifest_or_none,
     split_stamp,
     unfinished_rank_files,
 )
-from slipstream.checkpoint.rotate import RetentionPolicy, numbered_checkpoints, rotate
+from slipstream.checkpoint.rotate import RetentionPolicy, describe_checkpoint, numbered_checkpoints, remove_outdated, rotate
 from slipstream.checkpoint.serialize import encode_tree
 from slipstream.checkpoint.shard_layout import describe_positions
 from slipstream.checkpoint.tensor_bytes import EncodedFile, encode_tensors
@@ -280,8 +282,17 @@ def _write_shards(writer: _Writer, part: ShardedPart, base: str, max_shard_size:
 class LocalDestination(LocalTarget):
     """A checkpoint in a folder, with the files of other ranks and the numbered checkpoints beside it."""
 
+    def mark_rank(self, rank: int, stamp: str) -> None:
+        """Leave an empty file until `add_rank_file` has returned: without it, and without the rank, the checkpoint is incomplete."""
+        with suppress(OSError):  # whatever is wrong here, `add_rank_file` says so
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._marker(rank, stamp).touch()
+
+    def _marker(self, rank: int, stamp: str) -> Path:
+        return self.path.parent / f"{rank_file_prefix(self.path)}{rank_marker(rank, stamp)}"
+
     def add_rank_file(self, snapshot: Snapshot) -> None:
-        """Add what belongs to a rank that does not write the checkpoint: inside if that is there already, else beside it."""
+        """Add the state of a rank that does not write the checkpoint: inside if that is there already, else beside it."""
         target, disk = self.path, self.disk
         rank, stamp = snapshot.rank, snapshot.facts.stamp
         step, run = split_stamp(stamp)
@@ -292,6 +303,7 @@ class LocalDestination(LocalTarget):
             written = disk.write(temporary, *encoded)
             disk.rename(temporary, target.parent / f"{rank_file_prefix(target)}{RankFile(rank, stamp, written.checksum).name}")
             disk.sync_folder(target.parent)
+            self._marker(rank, stamp).unlink(missing_ok=True)
             for path, manifest in _candidate_targets(target):  # the commit came first
                 saved_step, saved_run = split_stamp(manifest.stamp)
                 if manifest.stamp == stamp or (saved_run == run and saved_step > step):
@@ -301,11 +313,11 @@ class LocalDestination(LocalTarget):
             with suppress(OSError):
                 os.unlink(temporary)
             raise CheckpointError(
-                f"{target}: what belongs to rank {rank} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error)}"
+                f"{target}: the state of rank {rank} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error)}"
             ) from error
 
     def collect(self, stamp: str) -> None:
-        """Take in what other ranks have added so far."""
+        """Move the files that other ranks have added so far into the checkpoint."""
         try:
             _collect_rank_files(self.path, stamp, self.disk)
         except OSError as error:
@@ -321,6 +333,15 @@ class LocalDestination(LocalTarget):
     def rotate(self, policy: RetentionPolicy) -> None:
         """Remove checkpoints beside it that are no longer kept."""
         rotate(self.path.parent, policy, self.disk, newest=self.path)
+
+    def rotate_if_complete(self, policy: RetentionPolicy, stamp: str) -> None:
+        """Remove checkpoints that are no longer kept, if a rank has just added the last state that one was waiting for."""
+        for _, path in reversed(numbered_checkpoints(self.path.parent) if policy.total_limit is not None else []):
+            found = describe_checkpoint(path)
+            if found is not None and found.manifest.stamp == stamp:
+                if found.has_all_ranks:
+                    remove_outdated(self.path.parent, policy, self.disk, newest=path)
+                return
 
     def reusable(self, last: str | None) -> list[Path]:
         """Return checkpoints whose unchanged files can be used again, the likeliest first; `last` is the last one of this run."""
@@ -359,9 +380,12 @@ def _collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
                 _move_into(path, found, home, disk)
             elif _is_outdated(path, found.stamp, target, stamp):
                 disk.remove(path)
-    for path in unfinished_rank_files(target):
+    unfinished = [path for path in unfinished_rank_files(target) if f".rank-{split_stamp(stamp)[1]}-" not in path.name]
+    candidates = _candidate_targets(target) if unfinished else []
+    needed = {marker for path, manifest in candidates for marker in rank_markers(path, manifest.stamp)}
+    for path in unfinished:
         with suppress(FileNotFoundError):
-            if f".rank-{split_stamp(stamp)[1]}-" not in path.name and _is_abandoned(path, target):
+            if path not in needed and _is_abandoned(path, target):
                 disk.remove(path)
 
 
