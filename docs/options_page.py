@@ -70,6 +70,7 @@ def _row(option: Option) -> str:
     places = [", ".join(f"`{flag}`" for flag in flags)]
     if option.variable:
         places.append(f"`{option.variable}`")
+    places += [f"`{variable}`" for variable in option.variable_aliases]
     places += [f"`{key}:`" for key in option.keys]
     wanted = option.wanted if option.choices or option.minimum is not None or option.above is not None else ""
     meaning = option.help + (f" {wanted[0].upper()}{wanted[1:]}." if wanted else "")

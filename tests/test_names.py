@@ -230,9 +230,8 @@ def test_tables() -> None:
         assert set(listed.split()) <= set(importlib.import_module(home).__all__), home
 
 
-@pytest.mark.parametrize(("command", "purpose"), [("to-fsdp2", "sharded training (FSDP)"), ("tpu-config", "running on TPUs")])
-def test_commands(capsys: Any, command: str, purpose: str) -> None:
+def test_commands(capsys: Any) -> None:
     """A command of Accelerate that is not here says so, and what it would be for."""
-    assert main([command, "--config_file", "some.yaml"]) == 2
+    assert main(["tpu-config", "--config_file", "some.yaml"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"slipstream: There is no command {command} yet: it is for {purpose}, which is not in this version.")
+    assert told.startswith("slipstream: There is no command tpu-config yet: it is for running on TPUs, which is not in this version.")

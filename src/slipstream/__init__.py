@@ -41,8 +41,10 @@ _NAMES = {
     "observability.guards.findings": "NonFiniteError",
     "observability.options": "ProfileKwargs",
     "parallel.local_sgd": "LocalSGD",
+    "parallel.parallelism_config": "ParallelismConfig",
     "precision.policy": "AutocastKwargs GradScalerKwargs",
     "strategies.ddp_options": "DDPCommunicationHookType DistributedDataParallelKwargs",
+    "strategies.fsdp_options": "FullyShardedDataParallelPlugin",
     "training.batch_size": "find_executable_batch_size",
 }
 

@@ -45,11 +45,13 @@ from slipstream.notebook import debug_launcher as debug_launcher, notebook_launc
 from slipstream.observability.guards.findings import NonFiniteError as NonFiniteError
 from slipstream.observability.options import ProfileKwargs as ProfileKwargs
 from slipstream.parallel.local_sgd import LocalSGD as LocalSGD
+from slipstream.parallel.parallelism_config import ParallelismConfig as ParallelismConfig
 from slipstream.precision.policy import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
 from slipstream.strategies.ddp_options import (
     DDPCommunicationHookType as DDPCommunicationHookType,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
 )
+from slipstream.strategies.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from slipstream.training.batch_size import find_executable_batch_size as find_executable_batch_size
 
 __version__: str

@@ -37,7 +37,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "local_sgd": "LocalSGD",
         "memory_utils": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
         "optimizer": "AcceleratedOptimizer move_to_device",
-        "parallelism_config": "",
+        "parallelism_config": "ParallelismConfig",
         "scheduler": "AcceleratedScheduler",
         "state": "AcceleratorState DistributedType GradientState PartialState is_initialized",
         "test_utils": "",
@@ -52,12 +52,13 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
             WEIGHTS_PATTERN_NAME""",
         "utils.dataclasses": """AORecipeKwargs AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType
             DataLoaderConfiguration DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs
-            GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType MSAMPRecipeKwargs PrecisionType
-            ProfileKwargs ProjectConfiguration RNGType TERecipeKwargs TensorInformation TorchDynamoPlugin get_module_class_from_name""",
+            FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType
+            MSAMPRecipeKwargs PrecisionType ProfileKwargs ProjectConfiguration RNGType TERecipeKwargs TensorInformation TorchDynamoPlugin
+            get_module_class_from_name""",
         "utils.deepspeed": "",
         "utils.environment": """clear_environment get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment
             str_to_bool""",
-        "utils.fsdp_utils": "",
+        "utils.fsdp_utils": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
         "utils.imports": """deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
             is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available is_clearml_available
             is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available is_dvclive_available is_fp16_available
@@ -146,13 +147,12 @@ _REPLICAS: Final = "Without it, several processes train replicas of the model (D
 
 ABSENT: Final = (
     Absence(
-        "sharded training (FSDP)",
-        """FullyShardedDataParallelPlugin compile_regions_fsdp2 convert_config_to_fsdp2 disable_fsdp_ram_efficient_loading
-        enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
+        "the single steps of sharded training (FSDP)",
+        """compile_regions_fsdp2 convert_config_to_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
+        fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         get_parameters_from_modules load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer""",
-        _REPLICAS,
-        modules="utils.fsdp_utils",
+        "Pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)) and use accelerator.prepare, save_state and load_state.",
         commands="to-fsdp2",
     ),
     Absence(
@@ -168,11 +168,10 @@ ABSENT: Final = (
         modules="utils.deepspeed",
     ),
     Absence(
-        "a mesh of parallel axes (tensor, context and sequence parallelism)",
-        """DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig
-        TorchTensorParallelPlugin get_model_tp_size model_has_dtensor""",
-        _REPLICAS,
-        modules="parallelism_config",
+        "tensor, context and sequence parallelism",
+        """DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
+        TorchTensorParallelPlugin""",
+        "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...) makes a mesh of replicas and shards.",
     ),
     Absence(
         "training with Megatron-LM",

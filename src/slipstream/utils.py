@@ -28,7 +28,8 @@ _NAMES = {
     "checkpoint.object_file": "load save",
     "config.files": "write_basic_config",
     "config.handlers": "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProjectConfiguration",
-    "config.sources": "clear_environment get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment str_to_bool",
+    "config.sources": """clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_int_from_env
+        parse_choice_from_env parse_flag_from_env patch_environment str_to_bool""",
     "data.loader": "get_sampler",
     "data.options": "DataLoaderConfiguration",
     "data.prepare": "prepare_data_loader skip_first_batches",
@@ -66,6 +67,7 @@ _NAMES = {
     "observability.trackers.registry": "LoggerType",
     "parallel.compile": """DynamoBackend TorchDynamoPlugin compile_regions has_compiled_regions has_repeated_blocks is_compiled_module
         is_repeated_blocks""",
+    "parallel.parallelism_config": "ParallelismConfig get_model_tp_size model_has_dtensor",
     "parallel.unwrap": "extract_model_from_parallel is_peft_model",
     "precision.autocast": "get_mixed_precision_context_manager",
     "precision.fp8": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
@@ -73,6 +75,7 @@ _NAMES = {
         TERecipeKwargs""",
     "precision.scaler": "get_grad_scaler",
     "strategies.ddp_options": "DDPCommunicationHookType DistributedDataParallelKwargs",
+    "strategies.fsdp_options": "FullyShardedDataParallelPlugin",
     "training.batch_size": "find_executable_batch_size",
 }
 

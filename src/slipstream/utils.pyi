@@ -70,6 +70,8 @@ from slipstream.config.handlers import (
 )
 from slipstream.config.sources import (
     clear_environment as clear_environment,
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
     get_int_from_env as get_int_from_env,
     parse_choice_from_env as parse_choice_from_env,
     parse_flag_from_env as parse_flag_from_env,
@@ -227,6 +229,11 @@ from slipstream.parallel.compile import (
     is_compiled_module as is_compiled_module,
     is_repeated_blocks as is_repeated_blocks,
 )
+from slipstream.parallel.parallelism_config import (
+    ParallelismConfig as ParallelismConfig,
+    get_model_tp_size as get_model_tp_size,
+    model_has_dtensor as model_has_dtensor,
+)
 from slipstream.parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel, is_peft_model as is_peft_model
 from slipstream.precision.autocast import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from slipstream.precision.fp8 import (
@@ -249,4 +256,5 @@ from slipstream.strategies.ddp_options import (
     DDPCommunicationHookType as DDPCommunicationHookType,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
 )
+from slipstream.strategies.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from slipstream.training.batch_size import find_executable_batch_size as find_executable_batch_size

@@ -102,7 +102,7 @@ def test_default_path_is_launchers(tmp_path: Path) -> None:
         (["cpu=1", "gpu_ids=0,1"], "gpu_ids=0,1 (from --set) contradicts cpu=true (from --set)"),
         (["cpu=1", "cpu=0"], "is given twice"),
         (["quiet=1"], "belongs to one command line"),
-        (["fsdp_version=2"], "not available in this version"),
+        (["zero_stage=2"], "not available in this version"),
     ],
 )
 def test_bad_setting_writes_nothing(settings: list[str], why: str, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_update_refuses_unreadable(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     assert "does not exist" in refused("update", "--config_file", str(path))
     path.write_text(ACCELERATE + "parallelism_config:\n  parallelism_config_tp_size: 2\n")
-    assert "not available in this version" in refused("update", "--config_file", str(path))
+    assert "asks for tensor parallelism, which is not available yet" in refused("update", "--config_file", str(path))
     path.write_text(ACCELERATE + "machine_rank: 3\n")
     assert "contradicts" in refused("update", "--config_file", str(path))
     assert os.listdir(tmp_path) == ["c.yaml"]

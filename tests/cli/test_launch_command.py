@@ -24,7 +24,7 @@ def _nothing_from_outside(monkeypatch, tmp_path):
 TWO = "--num_machines 2 --num_processes 2"
 REFUSED = {
     "unknown flag": ("launch --num_procs 2 train.py", "--num_processes"),
-    "feature that is not there": ("launch --use_fsdp train.py", "not available"),
+    "feature that is not there": ("launch --use_deepspeed train.py", "not available"),
     "no processes": ("launch --num_processes 0 train.py", "num_processes=0"),
     "not a number": ("launch --num_processes two train.py", "num_processes=two"),
     "flag without its value": ("launch --num_processes", "--num_processes"),

@@ -31,7 +31,7 @@ ROUNDTRIP_OPTIONS: Final = tuple(option for option in OPTIONS.values() if option
 def samples(option: Option) -> list[Value]:
     """Return values of an option that are not its default: every choice, or an example and another one."""
     if option.is_switch:
-        return [not option.default]
+        return [True, False] if option.default is None else [not option.default]
     example = option.shown_example
     values: list[Value] = []
     for candidate in option.choices or (example, example + "2", "7"):

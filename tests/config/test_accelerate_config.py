@@ -142,11 +142,8 @@ def test_unused_block_with_reason(changes: dict[str, Any], key: str, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "feature"),
     [
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "FSDP"),
-        ({"distributed_type": "FSDP"}, "FSDP"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}, "DeepSpeed"),
         ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM"),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "mesh"),
         ({"mpirun_config": {"mpirun_hostfile": "/hosts"}}, "mpirun"),
         ({"enable_cpu_affinity": True}, "CPU cores"),
         ({"downcast_bf16": True}, "TPU"),
@@ -191,6 +188,15 @@ def test_contradiction_names_both_keys(changes: dict[str, Any], named: list[str]
         ({"compute_environment": "LOCAL"}, "Write LOCAL_MACHINE"),
         ({"num_processes": "four"}, "num_processes=four"),
         ({"machine_rank": 1}, "machine_rank=1"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_param": True}}, "Did you mean fsdp_offload_params?"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 3}}, "fsdp_version=3"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "shards nothing"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}}, "flat parameters of FSDP version 1"),
+        ({"distributed_type": "FSDP", "fsdp_config": "FULL_SHARD"}, "The key fsdp_config"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "asks for tensor parallelism, which is not available yet"),
+        ({"parallelism_config": {"parallelism_config_dp_size": 2}}, "Did you mean parallelism_config_"),
+        ({"parallelism_config": {"parallelism_config_dp_shard_size": 3}}, "3 does not divide 4"),
+        ({"parallelism_config": {"parallelism_config_dp_shard_size": 2}}, "that is a mesh of 2 processes"),
     ],
 )
 def test_mistakes_are_errors(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -205,6 +211,62 @@ def test_same_file_as_json(tmp_path: Path) -> None:
     path = tmp_path / "default_config.json"
     path.write_text(json.dumps(SEVERAL))
     assert resolve(config_file=path, environ={}).launch.num_processes == 4
+
+
+VERSION_1 = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_forward_prefetch": False,
+    "fsdp_offload_params": False,
+    "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_sync_module_states": True,
+    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaEmbedding",
+    "fsdp_use_orig_params": True,
+}
+VERSION_2 = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_offload_params": False,
+    "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+    "fsdp_min_num_params": 1000,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_activation_checkpointing": True,
+    "fsdp_activation_checkpointing_offload": False,
+    "fsdp_ignored_modules": r".*\.router",
+}
+
+
+@pytest.mark.parametrize("block", [VERSION_1, VERSION_2, {}, None])
+def test_fsdp_block(block: dict[str, Any] | None, tmp_path: Path) -> None:
+    """A file of FSDP turns sharding on, and every key of its block is the option of that name."""
+    config = reading(tmp_path, {**SEVERAL, "distributed_type": "FSDP", "fsdp_config": block})
+    assert (config.sharding.use_fsdp, config.launch.num_processes) == (True, 4)
+    assert config.origin("use_fsdp").where.endswith(": distributed_type")
+    for key, value in (block or {}).items():
+        assert str(config.value(key)).lower() == str(value).lower()
+        assert config.origin(key).where.endswith(f": fsdp_config.{key}")
+    assert "fsdp_config" not in dict(config.unused)
+
+
+def test_fsdp_block_overridden(tmp_path: Path) -> None:
+    """Flags override the block, and can turn sharding off."""
+    data = {**SEVERAL, "distributed_type": "FSDP", "fsdp_config": {**VERSION_2, "fsdp_transformer_layer_cls_to_wrap": ["A", "B"]}}
+    config = reading(tmp_path, data, flags={"use_fsdp": False, "fsdp_min_num_params": "7"})
+    assert (config.sharding.use_fsdp, config.sharding.fsdp_min_num_params) == (False, 7)
+    assert config.sharding.fsdp_transformer_layer_cls_to_wrap == "A,B"
+
+
+def test_mesh_block(tmp_path: Path) -> None:
+    """The sizes of the mesh are options; details of axes of the size 1 have no effect, and that is said."""
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 1, "cp_comm_strategy": "allgather", "sp_backend": "deepspeed"}
+    block = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+    config = reading(tmp_path, {**SEVERAL, "distributed_type": "FSDP", "parallelism_config": block})
+    assert (config.parallelism.parallelism_config_dp_replicate_size, config.parallelism.parallelism_config_dp_shard_size) == (2, 2)
+    details = {"parallelism_config.parallelism_config_cp_comm_strategy", "parallelism_config.parallelism_config_sp_backend"}
+    assert {key for key, _ in config.unused} >= details
 
 
 def test_fp8_block(tmp_path: Path) -> None:

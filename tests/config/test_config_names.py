@@ -77,15 +77,13 @@ def test_unknown_value_never_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "title"),
     [
-        ("use_fsdp", "FSDP"),
-        ("fsdp_version", "FSDP"),
         ("use_deepspeed", "DeepSpeed"),
         ("zero_stage", "DeepSpeed"),
         ("offload_param_device", "DeepSpeed"),
         ("gradient_clipping", "DeepSpeed"),
         ("megatron_lm_tp_degree", "Megatron-LM"),
-        ("use_parallelism_config", "mesh"),
-        ("parallelism_config_tp_size", "mesh"),
+        ("parallelism_config_cp_backend", "context"),
+        ("parallelism_config_sp_seq_length_is_variable", "sequence"),
         ("fp8_margin", "TransformerEngine"),
         ("tpu", "TPU"),
         ("tpu_use_sudo", "TPU"),
@@ -114,7 +112,7 @@ def test_missing_feature_every_source(name: str, title: str, tmp_path: Path) -> 
 
 def test_missing_feature_flag_as_typed() -> None:
     """A feature flag is recognised as it was typed."""
-    assert str(unknown_flag("--fsdp-version=2")).startswith("--fsdp-version asks for something")
+    assert str(unknown_flag("--zero-stage=2")).startswith("--zero-stage asks for something")
 
 
 def test_no_feature_claims_option() -> None:

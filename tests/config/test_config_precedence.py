@@ -22,7 +22,7 @@ IN_FILE = [option for option in OPTIONS.values() if option.in_file]
 def two_values(option: Option) -> tuple[Value, Value]:
     """A value for the stronger source and another for the weaker one."""
     (first, *rest) = samples(option)
-    return first, rest[0] if rest else option.default
+    return first, rest[0] if rest else option.default if option.default is not None else first
 
 
 def where(kind: str, name: str, path: Path) -> str:

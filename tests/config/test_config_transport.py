@@ -10,8 +10,11 @@ from option_roundtrip import samples
 
 from slipstream.config import OPTIONS, ConfigError, Origin, for_worker, resolve, resolved_config
 
+ALONE = ("machine_rank", "cpu", "parallelism_config_dp_shard_size")
+"""Options whose examples contradict those of others."""
 
-@given(st.sets(st.sampled_from([name for name, option in OPTIONS.items() if option.in_file and name not in ("machine_rank", "cpu")])))
+
+@given(st.sets(st.sampled_from([name for name, option in OPTIONS.items() if option.in_file and name not in ALONE])))
 def test_every_value_and_origin_arrives(names: set[str]) -> None:
     """Every value and origin arrives."""
     sent = resolve(flags={name: samples(OPTIONS[name])[0] for name in names}, environ={})

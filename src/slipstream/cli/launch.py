@@ -28,6 +28,8 @@ _TITLES: Final[Mapping[str, str]] = MappingProxyType(
         "launch": "Processes and machines",
         "device": "Devices",
         "compute": "Computation",
+        "sharding": "Sharded training (FSDP); BOOL is true or false",
+        "parallelism": "Mesh of processes",
         "safety": "Waiting and checking",
     }
 )
@@ -52,7 +54,7 @@ class _Launch(click.Command):
 
 def _help_row(option: Option) -> tuple[str, str]:
     names = [name for name in (option.short, f"--{option.name}", *negative_flag_names(option)[:1]) if name]
-    kind = "" if option.is_switch else " " + {int: "N", float: "SECONDS", str: "TEXT"}[option.type]
+    kind = "" if option.is_switch and not option.valued else " " + {bool: "BOOL", int: "N", float: "SECONDS", str: "TEXT"}[option.type]
     choices = f" One of: {', '.join(option.choices)}." if option.choices else ""
     default = f" [default: {option.default}]" if option.default not in (None, False, "") and not option.is_switch else ""
     return " / ".join(names) + kind, f"{option.help}{choices}{default}"
@@ -61,7 +63,7 @@ def _help_row(option: Option) -> tuple[str, str]:
 def _declared(option: Option) -> click.Option:
     """Return the option for click: raw text, because the configuration parses values and explains errors."""
     yes, no = flag_names(option), negative_flag_names(option)
-    if not option.is_switch:
+    if not option.is_switch or option.valued:
         return click.Option([option.name, *yes], default=None)
     if not no:
         return click.Option([option.name, *yes], is_flag=True, default=None)

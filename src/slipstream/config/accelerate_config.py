@@ -19,17 +19,23 @@ __all__ = ["KEYS", "Entry", "recognise", "translate"]
 Entry = tuple[str, Any, str]
 """The key of an option, what it was given, and the key as the file has it."""
 
-_BLOCKS: Final = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "mpirun_config")
+_BLOCKS: Final = ("deepspeed_config", "megatron_lm_config", "mpirun_config")
 _TPU_KEYS: Final = ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
 _SINGLE_KEYS: Final = (*_TPU_KEYS, "command_file", "commands", "enable_cpu_affinity", "main_training_function")
-KEYS: Final = ("compute_environment", "distributed_type", "use_cpu", "dynamo_config", "fp8_config", *_BLOCKS, *_SINGLE_KEYS)
+_OPTION_BLOCKS: Final = ("dynamo_config", "fp8_config", "fsdp_config", "parallelism_config")
+KEYS: Final = ("compute_environment", "distributed_type", "use_cpu", *_OPTION_BLOCKS, *_BLOCKS, *_SINGLE_KEYS)
 """Keys that only files of `accelerate config` have."""
 
-_ENGINES: Final = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
+_ENGINES: Final = {"DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
 _BLOCK_NEEDS: Final = {block: ("distributed_type", kind) for kind, block in _ENGINES.items()}
+_MESH_DETAILS: Final = (
+    "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
+    "sp_attn_implementation",
+)
+"""Keys of the mesh that say how an axis works; the axis has the size 1 here, or the file is refused."""
 _FP8_OPTIONS: Final = {"backend": "fp8_backend", "pad_inner_dim": "fp8_pad_inner_dim"}
 _FP8_OTHERS: Final = {
-    "enable_fsdp_float8_all_gather": "no weights are sharded here, so none are gathered",
+    "enable_fsdp_float8_all_gather": "sharded weights are gathered in the format of mixed_precision, not in float8",
     **dict.fromkeys(
         (
             *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_length", "amax_history_len"),
@@ -54,10 +60,8 @@ def translate(data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[Unu
     for key, raw in data.items():
         if key in ("compute_environment", "distributed_type"):
             continue
-        if key == "dynamo_config":
-            entries += _nested_options(key, raw, path)
-        elif key == "fp8_config":
-            chosen, others = _fp8(raw, data, path)
+        if key in _OPTION_BLOCKS:
+            chosen, others = _READERS[key](raw, data, path)
             entries, unused = entries + chosen, unused + others
         elif key in _BLOCKS or key in _SINGLE_KEYS:
             unused.append(UnusedKey(key, _why_unused(key, raw, data, path)))
@@ -86,6 +90,8 @@ def _distributed_type(data: Mapping[str, Any], path: str) -> tuple[list[Entry], 
         return [], []
     kind = _as_word(raw)
     on_cpu = _as_bool(data.get("use_cpu"))
+    if kind == "FSDP":
+        return [("use_fsdp", True, "distributed_type")], []
     if kind in _ENGINES:
         raise _unavailable(f"distributed_type: {kind}", _ENGINES[kind], path)
     if kind == "NO":
@@ -107,7 +113,7 @@ def _distributed_type(data: Mapping[str, Any], path: str) -> tuple[list[Entry], 
         ]
     raise ConfigError(
         f"distributed_type={kind} (from {path}: distributed_type) is not available in this version.\n"
-        "Write one of NO, MULTI_CPU, MULTI_GPU, or leave the key out."
+        "Write one of NO, MULTI_CPU, MULTI_GPU, FSDP, or leave the key out."
     )
 
 
@@ -127,6 +133,28 @@ def _nested_options(block: str, raw: Any, path: str) -> list[Entry]:
     return [(str(key), value, f"{block}.{key}") for key, value in raw.items()]
 
 
+def _dynamo(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[UnusedKey]]:
+    return _nested_options("dynamo_config", raw, path), []
+
+
+def _fsdp(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[UnusedKey]]:
+    """Return the block of sharding: every key is an option; a list of classes becomes the text of the option."""
+    if _as_word(data.get("distributed_type")) != "FSDP":
+        return [], [UnusedKey("fsdp_config", "asks for nothing" if _asks_nothing(raw) else "distributed_type is not FSDP")]
+    nested = _nested_options("fsdp_config", raw, path)
+    return [(key, ",".join(map(str, value)) if isinstance(value, list) else value, shown) for key, value, shown in nested], []
+
+
+def _mesh(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[UnusedKey]]:
+    """Return the block of the mesh: sizes are options, and details of axes that have the size 1 have no effect."""
+    if _asks_nothing(raw):
+        return [], [UnusedKey("parallelism_config", "asks for nothing")]
+    nested = _nested_options("parallelism_config", raw, path)
+    details = {f"parallelism_config_{name}": name[:2] for name in _MESH_DETAILS}
+    unused = [UnusedKey(shown, f"the mesh has no {details[key]} axis") for key, _, shown in nested if key in details]
+    return [entry for entry in nested if entry[0] not in details], unused
+
+
 def _fp8(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[UnusedKey]]:
     """Return the fp8 block: keys of torchao are options, keys of other engines have no effect."""
     if _asks_nothing(raw):
@@ -136,6 +164,9 @@ def _fp8(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], lis
     nested = _nested_options("fp8_config", raw, path)
     unused = [UnusedKey(shown, _FP8_OTHERS[key]) for key, _, shown in nested if key in _FP8_OTHERS]
     return [(_FP8_OPTIONS.get(key, key), value, shown) for key, value, shown in nested if key not in _FP8_OTHERS], unused
+
+
+_READERS: Final = {"dynamo_config": _dynamo, "fp8_config": _fp8, "fsdp_config": _fsdp, "parallelism_config": _mesh}
 
 
 def _why_unused(key: str, raw: Any, data: Mapping[str, Any], path: str) -> str:

@@ -39,14 +39,18 @@ class Feature:
 _PLAIN: Final = "Leave it out: the processes then train replicas of the model."
 
 FEATURES: Final = (
-    Feature("Sharded training (FSDP)", "use_fsdp fsdp_*", _PLAIN),
     Feature(
         "DeepSpeed",
         "use_deepspeed deepspeed_* zero_stage zero3_* offload_optimizer_* offload_param_* gradient_clipping",
         _PLAIN,
     ),
     Feature("Megatron-LM", "use_megatron_lm megatron_lm_*", _PLAIN),
-    Feature("A mesh of parallel axes", "use_parallelism_config parallelism_config parallelism_config_*", _PLAIN),
+    Feature(
+        "Tensor, context and sequence parallelism",
+        "parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_sp_backend parallelism_config_sp_seq_* "
+        "parallelism_config_sp_attn_* parallelism_config_pp_*",
+        "Leave it out; parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size make a mesh.",
+    ),
     Feature(
         "Recipes of TransformerEngine and MS-AMP for fp8",
         "fp8_use_* fp8_margin fp8_interval fp8_format fp8_amax_* fp8_override_* fp8_opt_level fp8_enable_*",
@@ -101,8 +105,8 @@ def is_internal(variable: str) -> bool:
 def missing_feature(name: str) -> Feature | None:
     """Return the missing feature that a name belongs to, or None.
 
-    >>> missing_feature("fsdp_version").title
-    'Sharded training (FSDP)'
+    >>> missing_feature("zero_stage").title
+    'DeepSpeed'
     >>> missing_feature("num_processes") is None
     True
     """
@@ -191,8 +195,8 @@ def unknown_flag(flag: str) -> ConfigError:
     >>> print(unknown_flag("--num-procs"))
     --num-procs is not an option of Slipstream.
     Did you mean --num_processes?
-    >>> print(str(unknown_flag("--use-fsdp")).splitlines()[0])
-    --use-fsdp asks for something that is not available in this version: Sharded training (FSDP).
+    >>> print(str(unknown_flag("--use-deepspeed")).splitlines()[0])
+    --use-deepspeed asks for something that is not available in this version: DeepSpeed.
     """
     typed = flag.partition("=")[0]
     return unknown_name(typed.lstrip("-").replace("-", "_"), Origin("flag", typed))

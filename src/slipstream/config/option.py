@@ -65,12 +65,19 @@ class Option:
     """Like `minimum`, but the bound itself is not allowed."""
     maximum: float | None = None
     check: Callable[[str], str | None] | None = None
-    """For text: returns what is wrong with it ("is not ..."), or None; with `choices`, called for words that are none of them."""
+    """For text and whole numbers: returns what is wrong with it ("is not ..."), or None; with `choices`, called for words that are
+    none of them."""
+    usual: Callable[[str], str] | None = None
+    """For text: returns its usual spelling, before it is checked; "2" may stand for a word."""
+    valued: bool = False
+    """A yes-or-no option whose flag takes its value, `--fsdp_offload_params true`, instead of a pair of flags."""
     example: str = ""
     """A value to show in messages; derived from the type if empty."""
     short: str | None = None
     file_aliases: tuple[str, ...] = ()
     """Further keys that mean this option in a file (the spelling of related tools)."""
+    variable_aliases: tuple[str, ...] = ()
+    """Further variables that mean this option; `variable` is stronger than they are."""
     question: str | None = None
     """What the interview asks; None: not asked."""
     asked_when: Callable[[Mapping[str, Value]], bool] | None = None
@@ -98,7 +105,7 @@ class Option:
     @property
     def has_negative(self) -> bool:
         """Whether there is a flag that says no: a switch that can be in a file needs one to override the file."""
-        return self.is_switch and self.in_file
+        return self.is_switch and self.in_file and not self.valued
 
     @property
     def shown_example(self) -> str:
@@ -117,6 +124,8 @@ class Option:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         noun = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.type]
+        if self.minimum is not None and self.minimum == self.maximum:
+            return f"{self.minimum:g}"
         if self.minimum is not None and self.maximum is not None:
             return f"{noun} from {self.minimum:g} to {self.maximum:g}"
         if self.minimum is not None:
@@ -177,7 +186,7 @@ def spelled(option: Option, value: object, kind: Kind) -> str:
         return f"{option.name}: {text}"
     if kind == "constructor":
         return f"{option.name}={text!r}" if option.type is str else f"{option.name}={text.capitalize()}"
-    if option.is_switch:
+    if option.is_switch and not option.valued:
         yes = text in _TRUE
         return (flag_names(option) if yes or not option.has_negative else negative_flag_names(option))[0]
     return f"--{option.name} {text}"
@@ -254,6 +263,8 @@ def _read_float(option: Option, raw: object) -> float:
 
 
 def _read_str(option: Option, raw: object) -> str:
+    if option.usual is not None and isinstance(raw, (bool, int, str)):
+        raw = option.usual(option_text(raw).strip())
     if isinstance(raw, bool) and option.choices:
         raw = "yes" if raw else "no"  # YAML reads a bare `no` as false; for a choice named "no" it was meant as the word
     if isinstance(raw, bool) or not isinstance(raw, (str, int)):
@@ -270,10 +281,10 @@ def _read_str(option: Option, raw: object) -> str:
 
 
 def _within(option: Option, value: bool | int | float | str) -> Value:
+    complaint = option.check(str(value)) if option.check else None
+    if complaint:
+        raise _InvalidValue(complaint)
     if isinstance(value, str):
-        complaint = option.check(value) if option.check else None
-        if complaint:
-            raise _InvalidValue(complaint)
         return value
     if option.minimum is not None and value < option.minimum:
         raise _InvalidValue(f"is less than {option.minimum:g}")

@@ -101,15 +101,20 @@ def _of_kind(layer: _Layer, kind: Kind) -> _Layer:
 def _environment_layer(environ: Mapping[str, str]) -> dict[str, Choice]:
     by_variable = {option.variable: option for option in OPTIONS.values() if option.variable}
     layer: dict[str, Choice] = {}
+    for option in OPTIONS.values():
+        for variable in option.variable_aliases:
+            if environ.get(variable):
+                origin = Origin("environment", variable)
+                layer[option.name] = Choice(parse(option, environ[variable], origin), origin)
     for variable, raw in environ.items():
         if not variable.startswith("SLIPSTREAM_") or is_internal(variable):
             continue
         origin = Origin("environment", variable)
-        option = by_variable.get(variable)
-        if option is None:
+        named = by_variable.get(variable)
+        if named is None:
             raise unknown_name(variable, origin)
         if raw != "":
-            layer[option.name] = Choice(parse(option, raw, origin), origin)
+            layer[named.name] = Choice(parse(named, raw, origin), origin)
     return layer
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 from slipstream.config.names import unknown_name
 from slipstream.config.option import Kind, Origin, Value, option_text, parse
-from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device, Launch, Safety, split_pairs
+from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device, Launch, Parallelism, Safety, Sharding, split_pairs
 from slipstream.errors import ConfigError
 
 __all__ = [
@@ -77,6 +77,8 @@ class Config:
     launch: Launch
     device: Device
     compute: Compute
+    sharding: Sharding
+    parallelism: Parallelism
     safety: Safety
     command: Command
     origins: Mapping[str, Origin] = field(repr=False)
@@ -153,6 +155,7 @@ def build_config(choices: Mapping[str, Choice], unused: tuple[UnusedKey, ...] = 
     config = Config(**sections, origins=origins, unused=unused)
     _check_processes(config)
     _check_devices(config)
+    _check_sharding(config)
     return config
 
 
@@ -199,6 +202,23 @@ def _check_devices(config: Config) -> None:
         raise ConfigError(
             f"{config.describe('multi_gpu')} contradicts {other}.\nLeave --multi_gpu out; num_processes says how many to start."
         )
+
+
+def _check_sharding(config: Config) -> None:
+    """Raise if the sizes of the mesh do not multiply to the number of processes."""
+    mesh, processes = config.parallelism, config.launch.num_processes
+    if mesh.use_parallelism_config is False:
+        return
+    replicas, shards = mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size
+    product = (replicas or 1) * (shards or 1)
+    if processes is None or product == 1 or product == processes or (shards is None and processes % product == 0):
+        return
+    sizes = {"parallelism_config_dp_replicate_size": replicas, "parallelism_config_dp_shard_size": shards}
+    given = " and ".join(config.describe(name) for name, size in sizes.items() if size)
+    reason = f"{replicas} x {shards} = {product}" if replicas and shards else f"{product} does not divide {processes}"
+    if processes % product == 0:
+        reason = f"that is a mesh of {product} processes"
+    raise ConfigError(f"{given} cannot be laid over {config.describe('num_processes')}: {reason}.\nStart {product}, or change the sizes.")
 
 
 VARIABLE: Final = "SLIPSTREAM_CONFIG"

@@ -1,4 +1,4 @@
-"""The options of Slipstream, each declared once, in five frozen sections.
+"""The options of Slipstream, each declared once, in seven frozen sections.
 
 `OPTIONS` holds every option by name, `SECTIONS` the section classes. To add an option, add a field here: its flag, variable, file key,
 question and line of documentation follow from the declaration.
@@ -9,16 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
-from typing import Final, get_type_hints
+from typing import Any, Final, get_type_hints
 
 from slipstream.config.option import Option, Value, declare, from_field
 
-__all__ = ["OPTIONS", "SECTIONS", "Command", "Compute", "Device", "Launch", "Safety", "split_pairs"]
+__all__ = [
+    "OPTIONS", "SECTIONS", "SHARDING_STRATEGIES", "Command", "Compute", "Device", "Launch", "Parallelism", "Safety", "Sharding",
+    "sharding_strategy_name", "split_pairs",
+]
 
 _DYNAMO_BACKENDS: Final = ("no", "eager", "aot_eager", "inductor", "cudagraphs", "tvm")
 _DYNAMO_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+SHARDING_STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""The strategies of FSDP version 1, in the order in which torch numbers them from 1."""
 
 
 def split_pairs(text: str) -> dict[str, str]:
@@ -67,6 +73,51 @@ def _complaint_fp8_backend(text: str) -> str | None:
     return f"is {engine}, which does not run here; fp8 runs through torchao" if engine else None
 
 
+def sharding_strategy_name(text: str) -> str:
+    """Return the name of a strategy of FSDP version 1 that is given by its name or number; any other text in small letters.
+
+    >>> sharding_strategy_name("2"), sharding_strategy_name("full_shard"), sharding_strategy_name("True")
+    ('SHARD_GRAD_OP', 'FULL_SHARD', 'true')
+    """
+    name = text.strip().upper().removeprefix("_")
+    if name in SHARDING_STRATEGIES:
+        return name
+    return SHARDING_STRATEGIES[int(name) - 1] if name in ("1", "2", "3", "4", "5") else text.strip().lower()
+
+
+def _usual_reshard(text: str) -> str:
+    word = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(text.lower(), text)
+    return word if word.isdigit() else sharding_strategy_name(word)
+
+
+def _complaint_no_shard(text: str) -> str | None:
+    return "shards nothing: without use_fsdp every process keeps a whole model" if text == "NO_SHARD" else None
+
+
+def _complaint_reshard(text: str) -> str | None:
+    if text in ("true", "false", *SHARDING_STRATEGIES) or (text.isdigit() and len(text) < 10):
+        return _complaint_no_shard(text)
+    return "is neither true nor false, nor a number of processes"
+
+
+def _complaint_state_dict_type(text: str) -> str | None:
+    if text.strip().upper() != "LOCAL_STATE_DICT":
+        return None
+    return "needs the flat parameters of FSDP version 1, which fully_shard does not have; a sharded state dict is as local"
+
+
+def _complaint_pattern(text: str) -> str | None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        return f"is not a regular expression ({error})"
+    return _complaint_blank(text)
+
+
+def _complaint_axis(title: str, text: str) -> str | None:
+    return f"asks for {title} parallelism, which is not available yet: this version runs replicas and shards" if text != "1" else None
+
+
 def _several_machines(answers: Mapping[str, Value]) -> bool:
     machines = answers.get("num_machines")
     return isinstance(machines, int) and machines > 1
@@ -82,6 +133,26 @@ def _on_accelerators(answers: Mapping[str, Value]) -> bool:
 
 def _compiles(answers: Mapping[str, Value]) -> bool:
     return answers.get("dynamo_backend") not in (None, "no")
+
+
+def _several_processes(answers: Mapping[str, Value]) -> bool:
+    return answers.get("num_processes") != 1
+
+
+def _shards(answers: Mapping[str, Value]) -> bool:
+    return answers.get("use_fsdp") is True
+
+
+def _wraps_by_class(answers: Mapping[str, Value]) -> bool:
+    return _shards(answers) and answers.get("fsdp_auto_wrap_policy") == "TRANSFORMER_BASED_WRAP"
+
+
+def _wraps_by_size(answers: Mapping[str, Value]) -> bool:
+    return _shards(answers) and answers.get("fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP"
+
+
+def _checkpoints_activations(answers: Mapping[str, Value]) -> bool:
+    return _shards(answers) and answers.get("fsdp_activation_checkpointing") is True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +328,186 @@ class Compute:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Sharded training (FSDP): every process keeps a part of the parameters, gradients and optimizer state."""
+
+    use_fsdp: bool = declare(
+        False,
+        help="Shard prepared models over the processes with fully_shard of torch. FullyShardedDataParallelPlugin in the script does the "
+        "same, and its fields are stronger than the fsdp_ options.",
+        variable_aliases=("ACCELERATE_USE_FSDP",),
+        question="Shard models over the processes (FSDP), instead of a whole model in each?",
+        asked_when=_several_processes,
+    )
+    fsdp_version: int = declare(
+        2,
+        minimum=1,
+        maximum=2,
+        example="1",
+        help="Version of FSDP that the options are written for. Options of version 1 are translated, and version 2 runs.",
+        variable_aliases=("FSDP_VERSION",),
+    )
+    fsdp_reshard_after_forward: str = declare(
+        "true",
+        usual=_usual_reshard,
+        check=_complaint_reshard,
+        example="false",
+        help="Whether a block frees its gathered parameters after the forward pass and gathers them again for the backward pass: true "
+        "(least memory), false (least communication), or a number of processes that keep a copy between them. A strategy of version 1 "
+        "is translated.",
+        variable_aliases=("FSDP_RESHARD_AFTER_FORWARD",),
+        question="Free gathered parameters after the forward pass (true, false, or a number of processes)?",
+        asked_when=_shards,
+    )
+    fsdp_sharding_strategy: str | None = declare(
+        None,
+        choices=tuple(name for name in SHARDING_STRATEGIES if name != "NO_SHARD"),
+        usual=sharding_strategy_name,
+        check=_complaint_no_shard,
+        example="FULL_SHARD",
+        help="Strategy of version 1, by its name or number: FULL_SHARD means fsdp_reshard_after_forward true, SHARD_GRAD_OP false, and "
+        "the HYBRID_ ones shard within a machine and replicate across machines.",
+        variable_aliases=("FSDP_SHARDING_STRATEGY",),
+    )
+    fsdp_offload_params: bool = declare(
+        False,
+        valued=True,
+        help="Keep the sharded parameters, gradients and optimizer state in CPU memory.",
+        variable_aliases=("FSDP_OFFLOAD_PARAMS",),
+        question="Keep shards in CPU memory?",
+        asked_when=_shards,
+    )
+    fsdp_auto_wrap_policy: str | None = declare(
+        None,
+        choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+        help="How blocks are found, each of which is gathered as a whole: by class, by number of parameters, or the model as a single "
+        "block. Without it: the classes that the model names, else repeated blocks.",
+        variable_aliases=("FSDP_AUTO_WRAP_POLICY",),
+        question="How are blocks found (auto: from the model)?",
+        unset="auto",
+        asked_when=_shards,
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = declare(
+        None,
+        check=_complaint_blank,
+        example="LlamaDecoderLayer",
+        help="Classes of blocks for TRANSFORMER_BASED_WRAP, separated by commas. Without it: those that the model names.",
+        variable_aliases=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
+        question="Which classes are blocks (names separated by commas; auto: from the model)?",
+        unset="auto",
+        asked_when=_wraps_by_class,
+    )
+    fsdp_min_num_params: int = declare(
+        100_000_000,
+        minimum=1,
+        example="1000000",
+        help="Parameters that make a block for SIZE_BASED_WRAP.",
+        variable_aliases=("FSDP_MIN_NUM_PARAMS",),
+        question="How many parameters make a block?",
+        asked_when=_wraps_by_size,
+    )
+    fsdp_state_dict_type: str = declare(
+        "SHARDED_STATE_DICT",
+        choices=("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
+        check=_complaint_state_dict_type,
+        help="What save_state writes: the shards of every process, or whole tensors.",
+        variable_aliases=("FSDP_STATE_DICT_TYPE",),
+        question="What is saved, shards or whole tensors?",
+        asked_when=_shards,
+    )
+    fsdp_cpu_ram_efficient_loading: bool = declare(
+        False,
+        valued=True,
+        help="Only the main process needs to have the weights before prepare; the others may have the model on the meta device.",
+        variable_aliases=("FSDP_CPU_RAM_EFFICIENT_LOADING",),
+        question="Load weights on the main process only?",
+        asked_when=_shards,
+    )
+    fsdp_sync_module_states: bool = declare(
+        True,
+        valued=True,
+        help="The weights of the main process count at prepare. If not, every process shards its own.",
+        variable_aliases=("FSDP_SYNC_MODULE_STATES",),
+    )
+    fsdp_activation_checkpointing: bool = declare(
+        False,
+        valued=True,
+        help="Compute the activations of a block again in the backward pass instead of keeping them.",
+        variable_aliases=("FSDP_ACTIVATION_CHECKPOINTING",),
+        question="Compute activations again in the backward pass, which saves memory?",
+        asked_when=_shards,
+    )
+    fsdp_activation_checkpointing_offload: bool = declare(
+        False,
+        valued=True,
+        help="Keep the inputs of checkpointed blocks in CPU memory; needs fsdp_activation_checkpointing.",
+        variable_aliases=("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",),
+        question="Keep the inputs of those blocks in CPU memory?",
+        asked_when=_checkpoints_activations,
+    )
+    fsdp_ignored_modules: str | None = declare(
+        None,
+        check=_complaint_pattern,
+        example=r".*\.router",
+        help="Regular expression over the whole names of modules that stay unsharded on every process.",
+        variable_aliases=("FSDP_IGNORED_MODULES",),
+    )
+    fsdp_backward_prefetch: str | None = declare(
+        None,
+        choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+        help="Option of version 1 without effect in version 2, which prefetches by itself.",
+        file_aliases=("fsdp_backward_prefetch_policy",),
+        variable_aliases=("FSDP_BACKWARD_PREFETCH",),
+    )
+    fsdp_forward_prefetch: bool | None = declare(
+        None,
+        valued=True,
+        help="Option of version 1 without effect in version 2, which prefetches by itself.",
+        variable_aliases=("FSDP_FORWARD_PREFETCH",),
+    )
+    fsdp_use_orig_params: bool | None = declare(
+        None,
+        valued=True,
+        help="Option of version 1 without effect in version 2, whose parameters are always the original ones.",
+        variable_aliases=("FSDP_USE_ORIG_PARAMS",),
+    )
+
+
+def _declare_size(axis: str, **details: Any) -> Any:
+    return declare(None, **{"minimum": 1, "example": "2"} | details, variable_aliases=(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE",))
+
+
+def _declare_size_one(axis: str, title: str) -> Any:
+    text = f"Processes of {title} parallelism; this version runs 1."
+    return _declare_size(axis, help=text, maximum=1, example="1", check=partial(_complaint_axis, title))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """The mesh of processes: how many replicas of the model, and over how many processes each is sharded."""
+
+    use_parallelism_config: bool | None = declare(
+        None,
+        help="Whether the parallelism_config_ sizes count. Without it they do; --no_use_parallelism_config overrides those of a file.",
+        variable_aliases=("ACCELERATE_USE_PARALLELISM_CONFIG",),
+    )
+    parallelism_config_dp_replicate_size: int | None = _declare_size(
+        "dp_replicate",
+        help="Replicas of the sharded model (HSDP). Without it: one under use_fsdp.",
+        question="How many replicas of the sharded model (auto: one)?",
+        unset="auto",
+        asked_when=_shards,
+    )
+    parallelism_config_dp_shard_size: int | None = _declare_size(
+        "dp_shard",
+        help="Processes over which each replica is sharded. Without it: what the replicas leave.",
+    )
+    parallelism_config_tp_size: int | None = _declare_size_one("tp", "tensor")
+    parallelism_config_cp_size: int | None = _declare_size_one("cp", "context")
+    parallelism_config_sp_size: int | None = _declare_size_one("sp", "sequence")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Safety:
     """How long a process waits for the others, and what is checked and reported."""
 
@@ -328,8 +579,12 @@ class Command:
     )
 
 
-SECTIONS: Final[Mapping[str, type[Device] | type[Launch] | type[Compute] | type[Safety] | type[Command]]] = MappingProxyType(
-    {"device": Device, "launch": Launch, "compute": Compute, "safety": Safety, "command": Command}
+_Section = type[Device] | type[Launch] | type[Compute] | type[Sharding] | type[Parallelism] | type[Safety] | type[Command]
+SECTIONS: Final[Mapping[str, _Section]] = MappingProxyType(
+    {
+        **{"device": Device, "launch": Launch, "compute": Compute, "sharding": Sharding, "parallelism": Parallelism},
+        **{"safety": Safety, "command": Command},
+    }
 )
 
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "clear_environment", "default_file_path", "environment", "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env",
-    "patch_environment", "read_file", "str_to_bool",
+    "clear_environment", "default_file_path", "disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_loading", "environment",
+    "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env", "patch_environment", "read_file", "str_to_bool",
 ]
 
 _LARGEST_FILE: Final = 1 << 20
@@ -121,6 +121,20 @@ def clear_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Set the variables that make transformers load weights on the main process only, and make FSDP the strategy of this process.
+
+    `ACCELERATE_USE_FSDP` is left as it is where it is set.
+    """
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "true")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Set the variable that makes transformers load weights on every process."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
