@@ -26,7 +26,8 @@ import numpy
 import torch
 
 from slipstream.checkpoint.manifest import ACCELERATE_FILE, MANIFEST
-from slipstream.checkpoint.pickle_reader import NotPlainError, TorchFileValues, read_values
+from slipstream.checkpoint.pickle_reader import TorchFileValues, read_values
+from slipstream.checkpoint.pickle_records import NotPlainError
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError
 from slipstream.devices.table import CPU, FAMILIES

@@ -29,7 +29,8 @@ from slipstream.checkpoint.manifest import (
     WEIGHTS_NAME,
     read_manifest,
 )
-from slipstream.checkpoint.pickle_reader import NotPlainError, read_values
+from slipstream.checkpoint.pickle_reader import read_values
+from slipstream.checkpoint.pickle_records import NotPlainError
 from slipstream.checkpoint.sharded import open_shards
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError, read_archive
