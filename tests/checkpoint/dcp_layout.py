@@ -17,7 +17,7 @@ def save(state: dict[str, Any], folder: Path, *, kind: str = "torch", **options:
     """What `dcp.save` writes: by this process alone where there is no group, else all ranks have to call it."""
     writer = (
         dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, **options)
-        if kind == "pieces"
+        if kind == "shards"
         else dcp.FileSystemWriter(folder, serialization_format=FORMATS[kind], **options)
     )
     with warnings.catch_warnings():

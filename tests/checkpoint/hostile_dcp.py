@@ -169,7 +169,7 @@ def _(table: Any, marker: Path) -> None:
     table.planner_data[name] = ("model", 1 << 30)
 
 
-@lie("thousands of pieces in one place")
+@lie("thousands of shards in one place")
 def _(table: Any, marker: Path) -> None:
     index, stored = first(table)
     del table.storage_data[index]
@@ -285,10 +285,10 @@ def _(folder: Path, outside: Path, marker: Path) -> None:
     os.truncate(folder / TABLE, 1 << 40)
 
 
-@attack("pieces: offsets without end")
+@attack("shards: offsets without end")
 def _(folder: Path, outside: Path, marker: Path) -> None:
     shutil.rmtree(folder)
-    dcp_layout.save({"w": torch.ones(4)}, folder, kind="pieces")
+    dcp_layout.save({"w": torch.ones(4)}, folder, kind="shards")
     path = next(folder.iterdir())
     data = path.read_bytes()
     assert b"[0]" in data

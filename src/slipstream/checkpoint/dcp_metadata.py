@@ -3,7 +3,7 @@
 `FileSystemWriter` writes the file `.metadata`, a pickle, beside files `__0_0.distcp`, ... `read_dcp_metadata` takes the pickle apart with
 `pickle_records.py` and accepts only what torch's own writer puts there: its classes with their fields, chunks that lie inside their
 tensors, names of files inside the folder, and spans of bytes that lie inside the files and do not overlap. Anything else is an error that
-names the file. Folders of `HuggingFaceStorageWriter` have no such file; `read_pieces_metadata` makes the same table from their headers.
+names the file. Folders of `HuggingFaceStorageWriter` have no such file; `read_shards_metadata` makes the same table from their headers.
 Nothing here imports torch.
 """
 
@@ -26,14 +26,14 @@ from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, TensorEntry, read_layout
 
 __all__ = [
-    "DCP_METADATA", "DCP_PIECES_FILE", "DTYPE_CODES", "DTYPE_SIZES", "DcpChunk", "DcpMetadata", "DcpTensor", "FileSpan", "is_dcp_folder",
-    "parse_dcp_metadata", "read_dcp_metadata", "read_pieces_metadata", "saved_offsets",
+    "DCP_METADATA", "DCP_SHARD_FILE", "DTYPE_CODES", "DTYPE_SIZES", "DcpChunk", "DcpMetadata", "DcpTensor", "FileSpan", "is_dcp_folder",
+    "parse_dcp_metadata", "read_dcp_metadata", "read_shards_metadata", "saved_offsets",
 ]
 
 
 DCP_METADATA: Final = ".metadata"
-DCP_PIECES_FILE: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
-"""Names of files with the pieces that one rank has, as `HuggingFaceStorageWriter(save_distributed=True)` gives them."""
+DCP_SHARD_FILE: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
+"""Names of files with the shards that one rank has, as `HuggingFaceStorageWriter(save_distributed=True)` gives them."""
 DTYPE_CODES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "float64": "F64",
@@ -105,7 +105,7 @@ class FileSpan:
 
 @dataclass(frozen=True, slots=True)
 class DcpChunk:
-    """A piece of a tensor, and where it is stored."""
+    """A shard of a tensor, and where it is stored."""
 
     box: Box
     span: FileSpan
@@ -115,7 +115,7 @@ class DcpChunk:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor: its name as it is stored, its type by torch's name, and its pieces, of which none is empty."""
+    """A tensor: its name as it is stored, its type by torch's name, and its shards, of which none is empty."""
 
     name: str
     dtype: str
@@ -138,6 +138,8 @@ class DcpMetadata:
     """What is no tensor, by name: each a file of `torch.save`."""
     paths: Mapping[str, tuple[str | int, ...]]
     """By name, the keys that lead to it in the state that was saved."""
+    has_no_table: bool = False
+    """Whether it was put together from headers, as there is no `.metadata`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of tied weights, and the name under which each is stored, as far as the folder knows of them."""
 
@@ -145,6 +147,10 @@ class DcpMetadata:
         """Return the names of all files that hold something."""
         spans = [chunk.span for tensor in self.tensors.values() for chunk in tensor.chunks]
         return sorted({span.file for span in (*spans, *self.values.values())})
+
+    def stored_files(self) -> list[str]:
+        """Return the same, with the table of contents."""
+        return self.files() if self.has_no_table else [DCP_METADATA, *self.files()]
 
 
 def is_dcp_folder(folder: str | os.PathLike[str]) -> bool:
@@ -159,7 +165,7 @@ def is_dcp_folder(folder: str | os.PathLike[str]) -> bool:
         names = os.listdir(folder)
     except OSError:
         return False
-    return DCP_METADATA in names or any(name.endswith(DCP_METADATA) or DCP_PIECES_FILE.fullmatch(name) for name in names)
+    return DCP_METADATA in names or any(name.endswith(DCP_METADATA) or DCP_SHARD_FILE.fullmatch(name) for name in names)
 
 
 def read_dcp_metadata(folder: Path) -> DcpMetadata:
@@ -169,8 +175,8 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
             data = opened.read(DCP_METADATA, _LARGEST_METADATA)
         except MissingCheckpointError:
             names = opened.names([])
-            if pieces := [name for name in names if DCP_PIECES_FILE.fullmatch(name)]:
-                return read_pieces_metadata(folder, pieces)
+            if shards := [name for name in names if DCP_SHARD_FILE.fullmatch(name)]:
+                return read_shards_metadata(folder, shards)
             alone = [name for name in names if name.endswith(DCP_METADATA) and "/" not in name]
             why = f"each rank wrote a table of contents of its own ({alone[0]}), which are not joined here" if alone else "it is missing"
             raise CheckpointError(
@@ -281,7 +287,7 @@ class _MetadataReader:
                 raise self.wrong("something without a name is stored")
             key = (name, None if offset is None else self._counts(offset, f"the offset of {name[:100]!r}"))
             if key in found:
-                raise self.wrong(f"a piece of {name[:100]!r} is stored twice")
+                raise self.wrong(f"a shard of {name[:100]!r} is stored twice")
             if place.get("transform_descriptors"):
                 raise CheckpointError(
                     f"{self.where} says that {name[:100]!r} is stored through extensions ({place['transform_descriptors']!r:.80}), such as "
@@ -314,13 +320,13 @@ class _MetadataReader:
             if not len(box.offset) == len(box.shape) == len(shape) or any(
                 start + length > size for start, length, size in zip(box.offset, box.shape, shape, strict=True)
             ):
-                raise self.wrong(f"a piece of {name[:100]!r} reaches beyond it")
+                raise self.wrong(f"a shard of {name[:100]!r} reaches beyond it")
             if not box.volume:  # ranks without a part of it have stored nothing, under one key or several
                 stored.pop((name, box.offset), None)
                 continue
             span = self._take(stored, name, box.offset)
             if span.length < box.volume * DTYPE_SIZES[dtype]:
-                raise self.wrong(f"a piece of {name[:100]!r} of {list(box.shape)} is stored in {span.length} bytes")
+                raise self.wrong(f"a shard of {name[:100]!r} of {list(box.shape)} is stored in {span.length} bytes")
             chunks.append((box, span))
         return dtype, shape, chunks
 
@@ -358,7 +364,7 @@ class _Heads:
     def __init__(self, folder: ConfinedFolder) -> None:
         self._folder = folder
 
-    def look(self, file: str, starts: set[int]) -> tuple[int, dict[int, bool]]:
+    def look(self, file: str, starts: list[int]) -> tuple[int, dict[int, bool]]:
         """Return the size of a file, and whether a file of torch.save begins at each of these places."""
         fd = self._folder.open(file)
         try:
@@ -370,7 +376,7 @@ class _Heads:
 
 
 def _with_formats(folder: Path, contents: _Contents, heads: _Heads) -> DcpMetadata:
-    """Return the same with the format of each piece, once sizes and overlaps were checked.
+    """Return the same with the format of each shard, once sizes and overlaps were checked.
 
     Pieces are files of torch.save, one after the other; with `SerializationFormat.SAFETENSORS` those of a file are one safetensors file
     at its end, and the place that the table gives for each of them is where that file begins.
@@ -384,7 +390,7 @@ def _with_formats(folder: Path, contents: _Contents, heads: _Heads) -> DcpMetada
     archived: dict[FileSpan, bool] = {}
     for file, held in spans.items():
         where = str(folder / file)
-        size, formats = heads.look(file, {span.start for span, is_tensor in held if is_tensor})
+        size, formats = heads.look(file, [span.start for span, is_tensor in held if is_tensor])
         _check_spans(held, formats, size, where)
         archived |= {span: not is_tensor or formats[span.start] for span, is_tensor in held}
     return DcpMetadata(
@@ -420,12 +426,12 @@ def _check_spans(held: list[tuple[FileSpan, bool]], formats: Mapping[int, bool],
 # -- folders of safetensors -------------------------------------------------------------------------------------------
 
 
-def read_pieces_metadata(folder: Path, names: list[str]) -> DcpMetadata:
-    """Return what files of pieces hold that have no table of contents: each header says which piece of which tensor is there.
+def read_shards_metadata(folder: Path, names: list[str]) -> DcpMetadata:
+    """Return what files of shards hold that have no table of contents: each header says which shard of which tensor is there.
 
-    Torch does not store the shape of the whole: it is as large as the pieces reach. Files that Slipstream wrote say it.
+    Torch does not store the shape of the whole: it is as large as the shards reach. Files that Slipstream wrote say it.
     """
-    pieces: dict[str, list[tuple[TensorEntry, Box, tuple[int, ...], DcpChunk]]] = {}
+    shards: dict[str, list[tuple[TensorEntry, Box, tuple[int, ...], DcpChunk]]] = {}
     aliases: dict[str, str] = {}
     for file in names:
         layout, where = _read_header(folder, file), str(folder / file)
@@ -435,19 +441,19 @@ def read_pieces_metadata(folder: Path, names: list[str]) -> DcpMetadata:
             box = Box(offset, entry.shape)
             span = FileSpan(file, 0, entry.end - entry.start)
             reach = tuple(start + length for start, length in zip(offset, entry.shape, strict=True))
-            pieces.setdefault(name, []).append((entry, box, shape or reach, DcpChunk(box, span, archived=False)))
+            shards.setdefault(name, []).append((entry, box, shape or reach, DcpChunk(box, span, archived=False)))
     codes = {code: name for name, code in DTYPE_CODES.items()}
     tensors = {}
-    for name, held in pieces.items():
+    for name, held in shards.items():
         if len({(entry.dtype, len(entry.shape)) for entry, _, _, _ in held}) > 1:
-            raise CheckpointError(f"{folder}: the pieces of {name[:100]!r} differ in type, or in their number of dims.")
+            raise CheckpointError(f"{folder}: the shards of {name[:100]!r} differ in type, or in their number of dims.")
         shape = tuple(map(max, zip(*(reach for _, _, reach, _ in held), strict=True)))
         if math.prod(filter(None, shape)) > _LARGEST:
-            raise CheckpointError(f"{folder}: the pieces of {name[:100]!r} are said to reach to {list(shape)!r:.80}.")
+            raise CheckpointError(f"{folder}: the shards of {name[:100]!r} are said to reach to {list(shape)!r:.80}.")
         chunks = tuple(chunk for _, box, _, chunk in held if box.volume)
         tensors[name] = DcpTensor(name, codes[held[0][0].dtype], shape, chunks)
     ties = {other: kept for other, kept in aliases.items() if other not in tensors}
-    return DcpMetadata(folder, tensors, {}, {name: (name,) for name in tensors}, ties)
+    return DcpMetadata(folder, tensors, {}, {name: (name,) for name in tensors}, True, ties)
 
 
 def _read_header(folder: Path, file: str) -> SafetensorsLayout:
@@ -463,10 +469,10 @@ def _read_header(folder: Path, file: str) -> SafetensorsLayout:
 
 
 def saved_offsets(layout: SafetensorsLayout, where: str) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]:
-    """Return where each piece in a safetensors file of torch begins, and the shape of the whole where the file says it."""
+    """Return where each shard in a safetensors file of torch begins, and the shape of the whole where the file says it."""
     said = strict_json.parse(layout.metadata.get(SHARDING, "null").encode(), f"The metadata of {where}")
     if not isinstance(said, dict) or said.keys() != layout.entries.keys():
-        raise CheckpointError(f"{where} does not say of each of its tensors which piece it is.")
+        raise CheckpointError(f"{where} does not say of each of its tensors which shard it is.")
     return {name: _position(layout.entries[name], entry, where) for name, entry in said.items()}
 
 
@@ -482,5 +488,5 @@ def _position(entry: TensorEntry, said: Any, where: str) -> tuple[tuple[int, ...
         start + length <= size for start, length, size in zip(offset or (), entry.shape, shape, strict=bool(offset))
     )
     if offset is None or not inside:
-        raise CheckpointError(f"{where} does not say where the piece of {entry.name[:100]!r} begins, or that is beyond its tensor.")
+        raise CheckpointError(f"{where} does not say where the shard of {entry.name[:100]!r} begins, or that is beyond its tensor.")
     return offset, shape

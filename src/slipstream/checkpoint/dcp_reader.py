@@ -1,7 +1,7 @@
 """Tensors and states in folders of `torch.distributed.checkpoint` (DCP), read without obeying their pickles.
 
 `open_dcp` reads the table of contents (`dcp_metadata.py`); the rest is read when it is asked for. `DcpTensors` puts together the box of a
-tensor that a rank needs, as `PieceFiles` does for our own checkpoints, and reads only the pieces that the box touches. `DcpFolder.state`
+tensor that a rank needs, as `PieceFiles` does for our own checkpoints, and reads only the shards that the box touches. `DcpFolder.state`
 gives the nested state back with placeholders for the tensors, `DcpFolder.weights` the weights of a model in it. Files of `torch.save` are
 read as data by `pickle_reader.py`: their checksums are verified, and a class that it does not know is an error.
 """
@@ -64,7 +64,7 @@ class _Files:
             os.close(fd)
 
     def layout(self, file: str, start: int) -> tuple[SafetensorsLayout, dict[str, tuple[int, ...]]]:
-        """Return the header of the safetensors file that begins there and goes on to the end of the file, and where its pieces begin."""
+        """Return the header of the safetensors file that begins there and goes on to the end of the file, and where its shards begin."""
         if (file, start) not in self._layouts:
             where = str(self.folder / file)
             fd = open_inside(self.folder, file)
@@ -125,7 +125,7 @@ class DcpTensors(Mapping[str, torch.Tensor]):
         return made
 
     def _read_archived(self, tensor: DcpTensor, chunk: DcpChunk, inner: Box) -> torch.Tensor:
-        """Return a part of a piece that torch.save wrote; all of the piece is read and compared with its checksum."""
+        """Return a part of a shard that torch.save wrote; all of the shard is read and compared with its checksum."""
         value = self._files.value(chunk.span)
         self._check(tensor, chunk, value)
         found: torch.Tensor = value.detach()[inner.slices()]
@@ -136,20 +136,20 @@ class DcpTensors(Mapping[str, torch.Tensor]):
         there = f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         if there != expected:
             where = Path(self.where, chunk.span.file)
-            raise CheckpointError(f"{where}: a piece of {tensor.name[:100]!r} should be {expected}, and is {there[:200]}.")
+            raise CheckpointError(f"{where}: a shard of {tensor.name[:100]!r} should be {expected}, and is {there[:200]}.")
 
     def _read_safetensors(self, tensor: DcpTensor, chunk: DcpChunk, inner: Box) -> torch.Tensor:
-        """Return a part of a piece in a safetensors file; of the piece, the bytes from its first element to its last are read."""
+        """Return a part of a shard in a safetensors file; of the shard, the bytes from its first element to its last are read."""
         file, start = chunk.span.file, chunk.span.start
         where, (layout, offsets) = str(Path(self.where, file)), self._files.layout(file, start)
         entry = layout.entries.get(tensor.name)
         if entry is None or (entry.dtype, entry.shape) != (DTYPE_CODES.get(tensor.dtype), chunk.box.shape):
             there = "not there" if entry is None else f"{entry.dtype} {list(entry.shape)}"
             raise CheckpointError(
-                f"{where}: a piece of {tensor.name[:100]!r} should be {tensor.dtype} {list(chunk.box.shape)}, and is {there}."
+                f"{where}: a shard of {tensor.name[:100]!r} should be {tensor.dtype} {list(chunk.box.shape)}, and is {there}."
             )
         if offsets[tensor.name] != chunk.box.offset:
-            raise CheckpointError(f"{where} holds another piece of {tensor.name[:100]!r} than the one from {list(chunk.box.offset)} on.")
+            raise CheckpointError(f"{where} holds another shard of {tensor.name[:100]!r} than the one from {list(chunk.box.offset)} on.")
         item = _TORCH_DTYPES[tensor.dtype].itemsize
         runs = element_runs(inner, entry.shape, gap=BLOCK_SIZE // item)
         first, end, at = runs[0][0], runs[-1][1], start + layout.data_start + entry.start
@@ -208,12 +208,16 @@ class DcpFolder:
         }
         state = self.state(under) if under is not None else {name: self.value(name) for name in names if name in self.metadata.values}
         extra = {name: _read_all(value, self.tensors) for name, value in state.items() if name not in tensors}
-        left_out = {str(path[0]) for name, path in self.metadata.paths.items() if name not in names}
+        taken = set(names)
+        left_out = dict.fromkeys(str(path[0]) for name, path in self.metadata.paths.items() if name not in taken)
         if left_out:
             get_logger(__name__).warning(
                 f"{self.tensors.where} holds more than weights; {f'its entry {under!r} is' if under else 'the tensors at its top are'} "
-                f"taken, without {', '.join(sorted(left_out)[:5])}."
+                f"taken, without {', '.join(list(left_out)[:5])}."
             )
+        if self.metadata.tensors and not tensors:
+            held = ", ".join(map(repr, list(self.metadata.tensors)[:3]))
+            raise CheckpointError(f"{self.tensors.where} holds no weights of a model, but other tensors such as {held}.")
         return DcpWeights(DcpTensors(self._files, tensors), self.metadata.aliases, extra)
 
     def _find_model(self) -> str | None:

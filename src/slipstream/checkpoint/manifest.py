@@ -29,10 +29,13 @@ __all__ = [
     "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
     "checkpoint_number", "open_listed_file", "parse_manifest", "pending_rank_files", "rank_file_prefix", "rank_files", "rank_marker",
     "rank_markers", "read_manifest", "read_manifest_or_none", "split_stamp", "unfinished_rank_files",
+    "FSDP_MODEL_NAME",
 ]
 
 
 MODEL_NAME: Final = "pytorch_model"
+FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
+"""What Accelerate calls weights that it saved under FSDP."""
 SAFE_MODEL_NAME: Final = "model"
 OPTIMIZER_NAME: Final = "optimizer"
 SCHEDULER_NAME: Final = "scheduler"
