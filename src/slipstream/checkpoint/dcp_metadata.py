@@ -22,12 +22,12 @@ from slipstream.checkpoint.pickle_records import DICT, PickledCall, PickledName,
 from slipstream.checkpoint.shard_layout import SHARDING, Box
 from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files import strict_json
-from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.paths import ConfinedFolder, check_name, open_inside
 from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, TensorEntry, read_layout
 
 __all__ = [
     "DCP_METADATA", "DCP_SHARD_FILE", "DTYPE_CODES", "DTYPE_SIZES", "DcpChunk", "DcpMetadata", "DcpTensor", "FileSpan", "is_dcp_folder",
-    "parse_dcp_metadata", "read_dcp_metadata", "read_shards_metadata", "saved_offsets",
+    "find_shard", "parse_dcp_metadata", "read_dcp_metadata", "read_shard_header", "read_shards_metadata",
 ]
 
 
@@ -434,9 +434,9 @@ def read_shards_metadata(folder: Path, names: list[str]) -> DcpMetadata:
     shards: dict[str, list[tuple[TensorEntry, Box, tuple[int, ...], DcpChunk]]] = {}
     aliases: dict[str, str] = {}
     for file in names:
-        layout, where = _read_header(folder, file), str(folder / file)
+        layout, positions = read_shard_header(folder, file)
         aliases |= {other: kept for other, kept in layout.metadata.items() if kept in layout.entries}
-        for name, (offset, shape) in saved_offsets(layout, where).items():
+        for name, (offset, shape) in positions.items():
             entry = layout.entries[name]
             box = Box(offset, entry.shape)
             span = FileSpan(file, 0, entry.end - entry.start)
@@ -456,20 +456,37 @@ def read_shards_metadata(folder: Path, names: list[str]) -> DcpMetadata:
     return DcpMetadata(folder, tensors, {}, {name: (name,) for name in tensors}, True, ties)
 
 
-def _read_header(folder: Path, file: str) -> SafetensorsLayout:
+_Positions = dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]
+"""Where the shard of each tensor begins, and the shape of the whole where the file says it."""
+
+
+def read_shard_header(folder: Path, file: str, start: int = 0) -> tuple[SafetensorsLayout, _Positions]:
+    """Return the header of the safetensors file that begins at a byte of a file and goes on to its end, and which shards are in it."""
     where = str(folder / file)
-    with ConfinedFolder(folder) as opened:
-        fd = opened.open(file)
+    fd = open_inside(folder, file)
     try:
-        return read_layout(lambda offset, count: os.pread(fd, count, offset), os.fstat(fd).st_size, where)
+        layout = read_layout(lambda offset, count: os.pread(fd, count, start + offset), os.fstat(fd).st_size - start, where)
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
     finally:
         os.close(fd)
+    return layout, _positions(layout, where)
 
 
-def saved_offsets(layout: SafetensorsLayout, where: str) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]:
-    """Return where each shard in a safetensors file of torch begins, and the shape of the whole where the file says it."""
+def find_shard(header: tuple[SafetensorsLayout, _Positions], tensor: DcpTensor, chunk: DcpChunk, where: str) -> TensorEntry:
+    """Return where the shard of a tensor lies in a safetensors file; raise if it is not there, or another one."""
+    layout, positions = header
+    entry = layout.entries.get(tensor.name)
+    if entry is None or (entry.dtype, entry.shape) != (DTYPE_CODES.get(tensor.dtype), chunk.box.shape):
+        there = "not there" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        expected = f"{tensor.dtype} {list(chunk.box.shape)}"
+        raise CheckpointError(f"{where}: a shard of {tensor.name[:100]!r} should be {expected}, and is {there}.")
+    if positions[tensor.name][0] != chunk.box.offset:
+        raise CheckpointError(f"{where} holds another shard of {tensor.name[:100]!r} than the one from {list(chunk.box.offset)} on.")
+    return entry
+
+
+def _positions(layout: SafetensorsLayout, where: str) -> _Positions:
     said = strict_json.parse(layout.metadata.get(SHARDING, "null").encode(), f"The metadata of {where}")
     if not isinstance(said, dict) or said.keys() != layout.entries.keys():
         raise CheckpointError(f"{where} does not say of each of its tensors which shard it is.")

@@ -23,8 +23,9 @@ from slipstream.checkpoint.dcp_metadata import (
     DcpMetadata,
     DcpTensor,
     FileSpan,
+    find_shard,
     read_dcp_metadata,
-    saved_offsets,
+    read_shard_header,
 )
 from slipstream.checkpoint.pickle_reader import read_values
 from slipstream.checkpoint.pickle_records import NotPlainError
@@ -35,7 +36,6 @@ from slipstream.errors import CheckpointError
 from slipstream.files.checksum import BLOCK_SIZE
 from slipstream.files.paths import open_inside
 from slipstream.files.reader import read_span
-from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
 from slipstream.logging import get_logger
 
 __all__ = ["DcpFolder", "DcpTensors", "DcpWeights", "nest", "open_dcp"]
@@ -53,7 +53,7 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._layouts: dict[tuple[str, int], tuple[SafetensorsLayout, dict[str, tuple[int, ...]]]] = {}
+        self._headers: dict[tuple[str, int], Any] = {}
 
     def read(self, file: str, start: int, end: int) -> memoryview:
         """Return bytes of a file, in memory of their own."""
@@ -63,20 +63,11 @@ class _Files:
         finally:
             os.close(fd)
 
-    def layout(self, file: str, start: int) -> tuple[SafetensorsLayout, dict[str, tuple[int, ...]]]:
-        """Return the header of the safetensors file that begins there and goes on to the end of the file, and where its shards begin."""
-        if (file, start) not in self._layouts:
-            where = str(self.folder / file)
-            fd = open_inside(self.folder, file)
-            try:
-                size = os.fstat(fd).st_size - start
-                layout = read_layout(lambda offset, count: os.pread(fd, count, start + offset), size, where)
-            except OSError as error:
-                raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
-            finally:
-                os.close(fd)
-            self._layouts[file, start] = layout, {name: offset for name, (offset, _) in saved_offsets(layout, where).items()}
-        return self._layouts[file, start]
+    def header(self, file: str, start: int) -> Any:
+        """Return the header of the safetensors file that begins there, and which shards are in it."""
+        if (file, start) not in self._headers:
+            self._headers[file, start] = read_shard_header(self.folder, file, start)
+        return self._headers[file, start]
 
     def value(self, span: FileSpan) -> Any:
         """Return what a file of torch.save in a file holds."""
@@ -141,18 +132,11 @@ class DcpTensors(Mapping[str, torch.Tensor]):
     def _read_safetensors(self, tensor: DcpTensor, chunk: DcpChunk, inner: Box) -> torch.Tensor:
         """Return a part of a shard in a safetensors file; of the shard, the bytes from its first element to its last are read."""
         file, start = chunk.span.file, chunk.span.start
-        where, (layout, offsets) = str(Path(self.where, file)), self._files.layout(file, start)
-        entry = layout.entries.get(tensor.name)
-        if entry is None or (entry.dtype, entry.shape) != (DTYPE_CODES.get(tensor.dtype), chunk.box.shape):
-            there = "not there" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-            raise CheckpointError(
-                f"{where}: a shard of {tensor.name[:100]!r} should be {tensor.dtype} {list(chunk.box.shape)}, and is {there}."
-            )
-        if offsets[tensor.name] != chunk.box.offset:
-            raise CheckpointError(f"{where} holds another shard of {tensor.name[:100]!r} than the one from {list(chunk.box.offset)} on.")
+        header = self._files.header(file, start)
+        entry = find_shard(header, tensor, chunk, str(Path(self.where, file)))
         item = _TORCH_DTYPES[tensor.dtype].itemsize
         runs = element_runs(inner, entry.shape, gap=BLOCK_SIZE // item)
-        first, end, at = runs[0][0], runs[-1][1], start + layout.data_start + entry.start
+        first, end, at = runs[0][0], runs[-1][1], start + header[0].data_start + entry.start
         row = self._files.read(file, at + first * item, at + end * item)
         return from_buffer(row, entry.dtype, (end - first,), 0, len(row)).as_strided(inner.shape, _strides(entry.shape))
 

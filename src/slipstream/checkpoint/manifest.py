@@ -228,6 +228,11 @@ def _missing_manifest_error(folder: Path) -> str:
     if any(map(ACCELERATE_FILE.fullmatch, names)):
         why = f"it has no {MANIFEST}. load_state reads it, and save_state makes one of ours"
         return f"{folder} is a checkpoint of Accelerate, or looks like one: {why}"
+    if any(name.endswith(".metadata") or name.startswith(f"{FSDP_MODEL_NAME}_") for name in names):
+        return (
+            f"{folder} was written by torch.distributed.checkpoint: it has no {MANIFEST}. load_state and load_checkpoint_in_model read it, "
+            "and `slipstream checkpoint show`, `verify` and `diff` look into it"
+        )
     held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
     return f"{folder} is no checkpoint, or one whose save did not come to its end: it has no {MANIFEST} (it holds {held})"
 
