@@ -251,7 +251,6 @@ MAY_BE_UNUSED = {
     "tracking.py": "a module path that scripts import",
     "notebook.py": "public functions",
     "parallel/mesh.py": "sharded training is built on it",
-    "parallel/wrap_policy.py": "sharded training is built on it",
     "testing/faults.py": "for the test suites of users",
     "testing/plugin.py": "pytest loads it by name",
     "testing/server.py": "the process that forks the ranks of a pool runs it",

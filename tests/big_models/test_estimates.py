@@ -14,10 +14,12 @@ from torch import nn
 from slipstream.big_models.estimate import tensors
 from slipstream.big_models.estimate.formula import list_decoder_tensors, parse_decoder_shape
 from slipstream.big_models.estimate.meta_model import ModelInputs, from_entry_point, list_tensors, measure, plain_transformers_paths
+from slipstream.big_models.estimate.rank_memory import group_by_name
 from slipstream.big_models.estimate.report import EstimateOptions, estimate
 from slipstream.big_models.estimate.tensors import WEIGHT_DTYPES, parse_weight_dtype, read_tensors
 from slipstream.checkpoint.model_io import save_model
 from slipstream.errors import ConfigError
+from slipstream.parallel.mesh import MeshSizes
 
 BATCH, LENGTH = 2, 96
 SIZES = {
@@ -347,3 +349,26 @@ def test_estimate_70b_without_memory(tmp_path):
     found = estimate(str(path), EstimateOptions((WEIGHT_DTYPES["bfloat16"],), training=False), {})
     assert found.parameters == pytest.approx(70.55e9, rel=0.001)
     assert found.inference[0].weights == pytest.approx(141.1e9, rel=0.001)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_sharded_by_name_and_by_policy(tmp_path, kind):
+    """The blocks that names show are those of the wrap policy, with the same bytes on every rank."""
+    config = transformers.AutoConfig.for_model(kind, **SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [type(model).__name__]}))
+    options = EstimateOptions((WEIGHT_DTYPES["bfloat16"],), inference=False, mesh=MeshSizes(dp_replicate=2, dp_shard=3))
+    by_name = estimate(str(tmp_path), options, {})
+    by_policy = estimate(str(tmp_path), options._replace(measure=True), {})
+    assert by_name.blocks_reason == "numbered layers of model.layers, by their names"
+    assert by_policy.blocks_reason.endswith("from the model's _no_split_modules")
+    assert by_name.blocks == by_policy.blocks == SIZES["num_hidden_layers"]
+    assert by_name.sharded == by_policy.sharded
+
+
+def test_sharded_leaf_layers():
+    """Numbered layers without modules inside, and single ones, are no blocks."""
+    names = ["net.0.weight", "net.2.weight", "blocks.0.up.weight", "blocks.0.down.weight"]
+    groups = group_by_name(tensors.EstimatedTensors([tensors.EstimatedTensor(name, (4, 4), "F32") for name in names]))
+    assert list(groups.blocks) == [""]
+    assert groups.reason == "no numbered layers were found by their names"

@@ -237,3 +237,43 @@ def test_folder_without_torch(folder):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "KV cache" in done.stdout
     assert "package.module:function" in done.stdout
+
+
+def test_sharded_training(folder, capsys):
+    """A table of what each rank holds, from headers alone; ranks that hold different amounts have rows of their own."""
+    code, out, err = asked(capsys, str(folder), "--training", "--dtypes", "float32", "--num_processes", "2")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    begin = lines.index("Sharded training with adamw, for each rank of 2 processes = dp_shard 2")
+    assert lines[begin + 1] == "  2 blocks and the root: numbered layers of model.layers, by their names"
+    assert lines[begin + 2] == "  largest all-gather: the root"
+    assert lines[begin + 4].split() == ["float32", "20.69", "KB", "20.69", "KB", "41.38", "KB", "25.12", "KB", "170.69", "KB"]
+    sizes = ("--num-processes", "6", "--dp-replicate-size", "2")
+    code, out, _ = asked(capsys, str(folder), "--training", "--dtypes", "float32", *sizes, "--json")
+    found = json.loads(out)
+    assert found["mesh"] == {"dp_replicate": 2, "dp_shard": 3}
+    assert [row["rank"] for row in found["sharded"]] == [0, 2]
+    first, last = found["sharded"]
+    assert first["optimizer"] > last["optimizer"]
+    assert first["largest_block"] == ""
+    assert first["largest_gather"] == (2 * 102 * 32 + 33) * 4  # 100 and 32 rows are padded to multiples of 3
+    assert first["parameters"] == last["parameters"] == (2 * 34 * 32 + 11 + 2 * (22 * 32 + 11)) * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--num_processes", "6", "--dp_replicate_size", "4"), "dp_shard would be 6 / 4, which is no whole number"),
+        (("--num_processes", "6", "--dp_shard_size", "4"), "The mesh dp_shard 4 is for 4 processes, but there are 6"),
+        (("--num_processes", "0"), "--num_processes 0: there has to be at least one"),
+        (("--dp_replicate_size", "2"), "alone does not say how many processes there are"),
+        (("--dp_shard_size", "-1"), "Give --num_processes too"),
+        (("--dp_shard_size", "0"), "The mesh axis dp_shard was given the size 0"),
+        (("--num_processes", "2", "--inference"), "--num_processes is about sharded training"),
+    ],
+)
+def test_mesh_mistakes(folder, capsys, arguments, text):
+    """Sizes that do not fit are an error with the arithmetic."""
+    code, out, err = asked(capsys, str(folder), *arguments)
+    assert (code, out) == (2, "")
+    assert text in err

@@ -4,6 +4,7 @@
     slipstream estimate config.json --batch-size 8           a config of transformers: built without memory, measured
     slipstream estimate my_package.models:build              any model that a Python function returns
     slipstream estimate org/name                             a name on the hub, when online
+    slipstream estimate ./llama --num_processes 8            what each of 8 ranks holds in sharded training, too
 
 Nothing here imports torch; `big_models/estimate` does if the answer needs it. No weight is loaded.
 """
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 import click
 
+from slipstream.big_models.estimate.rank_memory import resolve_mesh
 from slipstream.big_models.estimate.report import Estimate, EstimateOptions, estimate
 from slipstream.big_models.estimate.tensors import OPTIMIZERS, WEIGHT_DTYPES, parse_weight_dtype
 from slipstream.cli.text_format import escape_control, format_columns, format_count, format_size
@@ -63,6 +65,9 @@ def _names_types(word: str) -> bool:
 @click.option("--batch_size", "--batch-size", "batch_size", type=int, default=1, show_default=True, help="Sequences, or rows, at a time.")
 @click.option("--sequence_length", "--sequence-length", "sequence_length", type=int, help="Tokens.  [default: 2048 or fewer]")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True, help="Whose states are counted.")
+@click.option("--num_processes", "--num-processes", "num_processes", type=int, help="Ranks of sharded training (FSDP): what each holds.")
+@click.option("--dp_replicate_size", "--dp-replicate-size", "dp_replicate", type=int, help="Copies of the shards (HSDP).  [default: 1]")
+@click.option("--dp_shard_size", "--dp-shard-size", "dp_shard", type=int, help="Ranks that share one copy.  [default: what is left]")
 @click.option("--inference", "only", flag_value="inference", help="Figures for running the model alone.")
 @click.option("--training", "only", flag_value="training", help="Figures for training it alone.")
 @click.option(
@@ -78,6 +83,9 @@ def command(
     batch_size: int,
     sequence_length: int | None,
     optimizer: str,
+    num_processes: int | None,
+    dp_replicate: int | None,
+    dp_shard: int | None,
     only: str | None,
     checkpointing: bool,
     measure: bool,
@@ -97,10 +105,11 @@ def command(
       slipstream estimate ./llama-8b
       slipstream estimate ./llama-8b --dtypes bfloat16 int4 --inference
       slipstream estimate config.json --training --batch-size 8 --sequence-length 4096
+      slipstream estimate ./llama-8b --training --num-processes 64 --dp-replicate-size 8
       slipstream estimate train.py:build_model --optimizer sgd-momentum
       slipstream estimate my_package.models:build --gradient-checkpointing --json
     """
-    for flag, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length)):
+    for flag, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length), ("--num_processes", num_processes)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value}: there has to be at least one.\nWrite a whole number above zero.")
     if library == "timm":
@@ -109,9 +118,8 @@ def command(
             "Give an entry point: a file with `def build(): return timm.create_model(...)`, as file.py:build."
         )
     names = [name for given in dtypes for name in given.split(",")] or list(WEIGHT_DTYPES)
-    kinds = tuple(dict.fromkeys(map(parse_weight_dtype, names)))
     settings = EstimateOptions(
-        kinds,
+        tuple(dict.fromkeys(map(parse_weight_dtype, names))),
         batch_size,
         sequence_length,
         optimizer,
@@ -120,6 +128,7 @@ def command(
         gradient_checkpointing=checkpointing,
         trust_remote_code=trust,
         measure=measure,
+        mesh=resolve_mesh(num_processes, dp_replicate, dp_shard, training=only != "inference"),
     )
     with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
         found = estimate(model, settings, environment())
@@ -147,6 +156,7 @@ def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
         yield f"\nTraining with {found.optimizer}, {shape}{', with gradient checkpointing' if checkpointing else ''}"
         train = [(r.precision, r.largest_layer, r.weights, r.gradients, r.optimizer, r.activations, r.total) for r in found.training]
         yield from _table(("precision", "largest layer", "weights", "gradients", "optimizer", "activations", "total"), train)
+    yield from _sharded_text(found)
     yield ""
     for device, free in found.devices.items():
         runs = [row.dtype for row in found.inference if row.total <= free]
@@ -156,6 +166,19 @@ def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
         unsure = None in [*(row.activations for row in found.inference), *(row.activations for row in found.training)]
         yield f"{device} has {format_size(free)} free: {said or 'nothing was asked'}{', without activations' if unsure else ''}"
     yield from (escape_control(note) for note in found.notes)
+
+
+def _sharded_text(found: Estimate) -> Iterator[str]:
+    if found.mesh is None:
+        return
+    yield f"\nSharded training with {found.optimizer}, for each rank of {found.mesh}"
+    largest = dict.fromkeys(row.largest_block or "the root" for row in found.sharded)
+    yield f"  {format_count(found.blocks, 'block')} and the root: {escape_control(found.blocks_reason)}"
+    yield f"  largest all-gather: {escape_control(', '.join(largest))}"
+    uneven = len({row.rank for row in found.sharded}) > 1
+    ranks = {row: f"{row.precision}, rank {row.rank}" if uneven else row.precision for row in found.sharded}
+    rows = [(name, r.parameters, r.gradients, r.optimizer, r.largest_gather, r.peak) for r, name in ranks.items()]
+    yield from _table(("precision", "parameters", "gradients", "optimizer", "largest all-gather", "peak without activations"), rows)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slipstream.big_models.estimate import formula
+from slipstream.big_models.estimate.rank_memory import ShardedMemory, estimate_ranks, group_by_name, group_by_policy
 from slipstream.big_models.estimate.tensors import (
     OPTIMIZERS,
     WEIGHT_DTYPES,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.big_models.estimate.meta_model import MeasuredMemory, ModelInputs
+    from slipstream.parallel.mesh import MeshSizes
 
 __all__ = ["Estimate", "EstimateOptions", "InferenceMemory", "TrainingMemory", "estimate", "measure_free_memory"]
 
@@ -54,6 +56,8 @@ class EstimateOptions(NamedTuple):
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     measure: bool = False
+    mesh: MeshSizes | None = None
+    """The ranks of sharded training; None: no figures for it."""
 
 
 class InferenceMemory(NamedTuple):
@@ -96,11 +100,18 @@ class Estimate(NamedTuple):
     training: tuple[TrainingMemory, ...]
     devices: Mapping[str, int]
     notes: tuple[str, ...]
+    mesh: MeshSizes | None = None
+    blocks: int = 0
+    """How many blocks are sharded as units, beside the root."""
+    blocks_reason: str = ""
+    sharded: tuple[ShardedMemory, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """Return the figures as data for JSON."""
-        rows = {"inference": [row._asdict() for row in self.inference], "training": [row._asdict() for row in self.training]}
-        return {**self._asdict(), **rows}
+        tables: dict[str, tuple[Any, ...]] = {"inference": self.inference, "training": self.training, "sharded": self.sharded}
+        rows = {name: [row._asdict() for row in table] for name, table in tables.items()}
+        mesh = None if self.mesh is None else {axis: self.mesh.size(axis) for axis in ("dp_replicate", "dp_shard")}
+        return {**self._asdict(), **rows, "mesh": mesh}
 
 
 class _EstimatedModel(NamedTuple):
@@ -125,7 +136,7 @@ def estimate(name: str, settings: EstimateOptions, environ: Mapping[str, str]) -
     training = tuple(_training(subject.tensors, mode, settings.optimizer, activations) for mode in modes)
     widest = max(settings.dtypes, key=lambda kind: kind.bits)
     notes = [*subject.tensors.notes, *activations.notes, *_notes(settings, bool(training))]
-    return Estimate(
+    found = Estimate(
         name,
         subject.kind,
         subject.tensors.count,
@@ -140,6 +151,12 @@ def estimate(name: str, settings: EstimateOptions, environ: Mapping[str, str]) -
         measure_free_memory(environ),
         tuple(dict.fromkeys(notes)),
     )
+    if settings.mesh is None:
+        return found
+    groups = group_by_name(subject.tensors) if subject.model is None else group_by_policy(subject.model)
+    sharded = estimate_ranks(groups, settings.mesh, modes, settings.optimizer)
+    blocks = sum(bool(block) for block in groups.blocks)
+    return found._replace(mesh=settings.mesh, blocks=blocks, blocks_reason=groups.reason, sharded=tuple(sharded))
 
 
 def _notes(settings: EstimateOptions, trains: bool) -> list[str]:
