@@ -23,6 +23,7 @@ from slipstream.accelerator.components import (
     resolve_dataloader_config,
     resolve_dynamo,
     resolve_project,
+    resolve_sharding_setup,
     sort_handlers,
 )
 from slipstream.accelerator.preparation import PreparationMixin
@@ -109,6 +110,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
             resolve_accumulation(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size),
             resolve_dataloader_config(dataloader_config, split_batches),
             self.state.dynamo_plugin,
+            resolve_sharding_setup(self.state, fsdp_plugin, parallelism_config),
             outputs_to_fp32=outputs_to_fp32,
             rng_types=check_rng_types(rng_types),
             device_placement=device_placement,

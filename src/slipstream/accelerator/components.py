@@ -20,6 +20,7 @@ import torch
 
 from slipstream.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, ProjectConfiguration
 from slipstream.config.resolved_config import describe_option
+from slipstream.config.schema import Parallelism, Sharding
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration, DataRank
 from slipstream.devices import rng
@@ -44,11 +45,13 @@ from slipstream.training.stepper import Stepper
 if TYPE_CHECKING:
     from slipstream.checkpoint.saver import Saver
     from slipstream.observability.recorder import RunRecorder
+    from slipstream.parallel.mesh import MeshSizes
+    from slipstream.strategies.fsdp_options import ShardingOptions
 
 __all__ = [
     "AcceleratorBase", "Components", "HANDLER_TYPES", "HandlerSet", "PreparedObjects", "assemble_components",
     "changed_arguments", "check_arguments", "check_rng_types", "resolve_accumulation", "resolve_dataloader_config", "resolve_dynamo",
-    "resolve_project", "sort_handlers",
+    "ShardingSetup", "resolve_project", "resolve_sharding_setup", "sort_handlers",
 ]
 
 
@@ -186,6 +189,7 @@ def assemble_components(
     accumulation: GradientAccumulationPlugin,
     loader_config: DataLoaderConfiguration,
     dynamo: TorchDynamoPlugin | None,
+    sharding: ShardingSetup | None,
     *,
     outputs_to_fp32: bool | None,
     rng_types: list[str],
@@ -201,7 +205,7 @@ def assemble_components(
     gradient_state.meter = ledger.meter
     # Loaders hold this state, so what it holds must not hold them.
     gradient_state.metrics.count_updates = _update_counter(weakref.ref(registry))
-    strategy = _choose_strategy(state, handlers, ledger)
+    strategy = _choose_strategy(state, handlers, ledger, sharding)
     _check_fp8(state)
     precision = ModelPrecision(
         state.mixed_precision,
@@ -225,7 +229,7 @@ def assemble_components(
         strategy=strategy,
         precision=precision,
         stepper=stepper,
-        clipper=GradientClipper(stepper, lambda: registry.optimizers, strategy.clip),
+        clipper=GradientClipper(stepper, lambda: registry.optimizers),
         registry=registry,
         ledger=ledger,
         loader_config=loader_config,
@@ -236,7 +240,15 @@ def assemble_components(
     )
 
 
-def _choose_strategy(state: AcceleratorState, handlers: HandlerSet, ledger: Ledger) -> Strategy:
+def _choose_strategy(state: AcceleratorState, handlers: HandlerSet, ledger: Ledger, sharding: ShardingSetup | None) -> Strategy:
+    if sharding is not None:
+        from slipstream.strategies.fsdp import FSDPStrategy, UnshardedStrategy  # imported where models are sharded
+
+        if handlers.ddp is not None:
+            raise ConfigError("DistributedDataParallelKwargs with a fsdp_plugin: models are sharded and not replicated; leave one out")
+        if not state.use_distributed:
+            return UnshardedStrategy(state.device, sharding.options)
+        return FSDPStrategy(state.runtime, state.limits, state.device, sharding.options, sharding.sizes, ledger.meter)
     if not state.use_distributed:
         return Strategy()
     from slipstream.strategies.ddp import DDPStrategy  # imported where several processes train
@@ -341,6 +353,44 @@ def resolve_project(project_dir: str | os.PathLike[str] | None, config: ProjectC
     return chosen
 
 
+@dataclass(frozen=True)
+class ShardingSetup:
+    """How models are sharded, and over which mesh."""
+
+    options: ShardingOptions
+    sizes: MeshSizes
+
+
+def resolve_sharding_setup(state: AcceleratorState, plugin: Any, parallelism: Any) -> ShardingSetup | None:
+    """Return how models are sharded, from the plugin, the mesh and the configuration; None for not at all."""
+    if plugin is None and parallelism is None and state.sharding == Sharding() and state.parallelism == Parallelism():
+        return None  # and nothing is imported for it
+    from slipstream.parallel.parallelism_config import ParallelismConfig, resolve_mesh
+    from slipstream.strategies.fsdp_options import FullyShardedDataParallelPlugin, resolve_sharding
+
+    if parallelism is not None and not isinstance(parallelism, ParallelismConfig):
+        raise ConfigError(f"Accelerator(parallelism_config={parallelism!r}): write parallelism_config=ParallelismConfig(...)")
+    options = resolve_sharding(plugin, state.sharding, state.mixed_precision)
+    sizes = resolve_mesh(
+        parallelism,
+        state.parallelism,
+        world_size=state.num_processes,
+        local_world_size=state.runtime.process.local_world_size,
+        sharded=options is not None,
+        hybrid=options is not None and options.hybrid,
+    )
+    state.parallelism_config = parallelism
+    if options is None:
+        return None
+    if sizes.dp_shard == 1 and state.use_distributed:
+        raise ConfigError(
+            f"a fsdp_plugin with the mesh {sizes}: no axis shards the model. Write ParallelismConfig(dp_shard_size=...), or leave out the "
+            "plugin to train with replicas (DDP)."
+        )
+    state.fsdp_plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
+    return ShardingSetup(options, sizes)
+
+
 _OPTIONS = ("backend", "barrier_timeout", "debug", "hang_warning", "init_method", "timeout")
 
 
@@ -352,7 +402,7 @@ _FLAGS = (
     "scheduler_steps_per_process",
     "async_save",
 )
-_ENGINES = ("deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "deepspeed_plugins", "parallelism_config")
+_ENGINES = ("deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin", "deepspeed_plugins")
 _RECORDS: tuple[tuple[str, type], ...] = (
     ("dataloader_config", DataLoaderConfiguration),
     ("project_config", ProjectConfiguration),

@@ -98,20 +98,23 @@ class PreparationMixin(AcceleratorBase):
         else:
             components.strategy.check(original, _present_device(original) if moves else components.state.device)
         if moves and not apart:
-            original.to(components.state.device)
+            components.strategy.move(original, components.state.device)
         components.precision.apply(original)
         if components.dynamo is not None:
             compile_model(original, components.dynamo)
         before = None if known is None else known.prepared
         prepared = original if evaluation_mode else components.strategy.prepare(original, before)
         time_forward(prepared, components.ledger.meter)
+        for optimizer in components.registry.optimizers:
+            if components.strategy.map_optimizer(optimizer.optimizer):
+                optimizer.forget()
         if evaluation_mode:
             return prepared  # nothing to train: a record of its training, if there is one, stays as it is
         if known is None or prepared is not before:
             components.stepper.add(original, prepared)
             if prepared is not original and components.stepper.guards is not None:
                 components.stepper.guards.watch_inputs(prepared)
-            if components.state.debug:
+            if components.state.debug and components.strategy.replicated:
                 components.state.expect_equal(f"weights of {type(original).__name__}", partial(_current_weights, weakref.ref(original)))
         return prepared
 
@@ -134,8 +137,11 @@ class PreparationMixin(AcceleratorBase):
         return inner
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the weights of a model under the names that it has without wrappers."""
-        return self._components.strategy.state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
+        """Return the weights of a model under the names that it has without wrappers.
+
+        Of a sharded model every process gets the whole weights, in host memory; all processes have to call it.
+        """
+        return self._components.strategy.full_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
     # -- optimizers and schedulers --------------------------------------------------------------------------------
 
@@ -156,6 +162,7 @@ class PreparationMixin(AcceleratorBase):
             )
         if self._moves_to_device(device_placement) and optimizer.state and components.state.device.type != CPU.type:
             optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
+        components.strategy.map_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, components.stepper, components.strategy.step if components.strategy.averages else None)
         components.registry.optimizers.append(prepared)
         if components.ledger.meter is not None:

@@ -18,21 +18,16 @@ __all__ = ["SettingsMixin"]
 
 _WITHOUT_ENGINE: Mapping[str, Any] = MappingProxyType(
     {
-        "data_parallel_shard_rank": 0,
         "deepspeed_config": None,
         "deepspeed_engine_wrapped": None,
         "deepspeed_plugin": None,
         "delayed_fp8_autocast": False,
         "flag_tensor": None,
         "has_lomo_optimizer": False,
-        "is_composable_parallelism_enabled": False,
-        "is_fsdp2": False,
         "msamp_recipe_handler": None,
-        "parallelism_config": None,
         "should_save_model": True,
         "te_recipe_handler": None,
         "tensor_parallel_rank": 0,
-        "torch_device_mesh": None,
     }
 )
 """Attributes that scripts read to find out which engine is in use, with the value that they have without it."""
@@ -209,12 +204,40 @@ class SettingsMixin(AcceleratorBase):
         """Whether autocast of torch is in use."""
         return self._components.precision.policy.autocast_dtype is not None
 
-    # -- engines and axes that are not in this version ------------------------------------------------------------
+    # -- sharding -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over the processes."""
+        return self._components.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """See `is_fsdp2`."""
+        return self.is_fsdp2
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The ParallelismConfig that was given, or None."""
+        return self._components.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """torch's mesh, where models are sharded; else None. Every process has to ask for it the first time."""
+        return self._components.strategy.mesh
 
     @property
     def data_parallel_rank(self) -> int:
-        """The rank among the replicas."""
-        return self._components.state.process_index
+        """Which part of a global batch this process gets."""
+        return self._components.data_rank.rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which shard of the model this process holds; 0 for a replica."""
+        mesh = self._components.strategy.mesh
+        return 0 if mesh is None else int(mesh.get_local_rank("dp_shard"))
+
+    # -- engines that are not in this version ---------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         if name in _WITHOUT_ENGINE:

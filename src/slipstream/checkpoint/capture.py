@@ -25,12 +25,11 @@ import torch
 
 from slipstream.checkpoint.serialize import flatten
 from slipstream.checkpoint.shard_layout import ShardPosition
-from slipstream.checkpoint.sharded import LocalShard, is_sharded, local_shards
+from slipstream.checkpoint.sharded import LocalShard, local_shards
 from slipstream.checkpoint.weights import split_state_dict
 from slipstream.data.fingerprint import describe_loader
 from slipstream.devices import rng
 from slipstream.devices.memory import available_cores
-from slipstream.errors import CheckpointError
 from slipstream.training.stepper import PreparedModel
 
 if TYPE_CHECKING:
@@ -327,6 +326,7 @@ def capture_snapshot(
     The shards that this rank stores are appended to `shards`; without it, sharded tensors are an error.
     """
     loop = components.stepper.loop_state()  # first, because it settles the state of the loss scaler
+    gradients = components.stepper.open_gradients()
     stamp = make_stamp(components, run_id)
     state = components.state
     facts = RunFacts(
@@ -344,7 +344,7 @@ def capture_snapshot(
             "rank": state.process_index,
             "stamp": stamp,
             "random": rng.capture(),
-            "gradients": _gradients(components),
+            "gradients": gradients if components.strategy.replicated else None,  # sharded ones are in the state of the loop
             "loop": loop,
             "loaders": [loader.state_dict() for loader in components.registry.loaders],
         },
@@ -360,7 +360,7 @@ def capture_snapshot(
             _part(numbered_name("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}", shards)
             for number, optimizer in enumerate(components.registry.optimizers)
         ),
-        training=_training(components),
+        training=_training(components, None if components.strategy.replicated else gradients, shards),
         objects=tuple(
             _part(f"custom_checkpoint_{number}", value.state_dict(), f"registered object {number} ({type(value).__name__})", shards)
             for number, value in enumerate(objects)
@@ -386,17 +386,6 @@ def _model(model: PreparedModel, number: int, state_dict: dict[str, Any], shards
     return ModelPart(number, base, kind, whole, aliases, extra, frozen, bool(held))
 
 
-def _gradients(components: Components) -> dict[str, torch.Tensor] | None:
-    """Return the gradients of an unfinished update, if there is one."""
-    gradients = components.stepper.open_gradients()
-    if any(map(is_sharded, (gradients or {}).values())):
-        raise CheckpointError(
-            "save_state was called in the middle of an update, and its gradients are sharded over ranks and cannot be saved: call it where "
-            "accelerator.sync_gradients is True, after optimizer.zero_grad()"
-        )
-    return gradients
-
-
 def _sharded_part(base: str, shards: Mapping[str, LocalShard], aliases: Mapping[str, str], frozen: frozenset[str]) -> ShardedPart:
     """Return the shards that this rank stores; aliases of tied tensors are not stored."""
     owned = {name: shard for name, shard in shards.items() if shard.owned and name not in aliases}
@@ -418,7 +407,7 @@ def _part(name: str, state: Any, where: str, shards: list[ShardedPart] | None) -
     return part
 
 
-def _training(components: Components) -> StatePart:
+def _training(components: Components, gradients: Mapping[str, Any] | None, shards: list[ShardedPart] | None) -> StatePart:
     registry = components.registry
     state = {
         "step": count_updates(components),
@@ -427,8 +416,9 @@ def _training(components: Components) -> StatePart:
         "scaler": components.precision.scaler.state_dict(),
         "clipping": components.clipper.state(),
         "loaders": [loader.state_dict() for loader in registry.loaders],
+        **({} if gradients is None else {"gradients": dict(gradients)}),
     }
-    return flatten_part("training", state, "the state of the training loop")
+    return _part("training", state, "the state of the training loop", shards)
 
 
 def make_stamp(components: Components, run_id: str) -> str:

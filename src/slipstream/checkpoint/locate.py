@@ -265,6 +265,8 @@ class SavedState:
     scaler: Any = None
     clipping: Any = None
     """The norms of gradients at the last updates."""
+    gradients: Mapping[str, Any] | None = None
+    """Gradients of an unfinished update that were sharded over the ranks: their mean. Of replicas each rank has saved its own."""
     updates: Sequence[Mapping[str, Any]] = ()
     world: int | None = None
     """Processes of the run that saved, if that is known."""
@@ -305,6 +307,7 @@ def read_saved_state(checkpoint: Checkpoint, where: str) -> SavedState:
         objects={number: checkpoint.part(name) for number, name in enumerate(manifest.objects)},
         scaler=training.get("scaler"),
         clipping=training.get("clipping"),
+        gradients=training.get("gradients"),
         updates=_listed(training, "optimizers", where),
         world=manifest.world,
         seed=seed if isinstance(seed, int) else 0,
@@ -339,7 +342,6 @@ def _read_accelerate(folder: Path, allow_pickle: bool) -> SavedState | None:
         updates=[{"updates": count, "skipped": False} for count in updates],
         rank=lambda rank: {"random": found.ranks[rank]} if rank in found.ranks else None,
         warnings=found.warnings,
-        placeholders=found.placeholders,
     )
 
 

@@ -20,7 +20,6 @@ import torch
 
 from slipstream.checkpoint.capture import count_updates, current_settings, describe_changes
 from slipstream.checkpoint.locate import SavedModel, SavedState, is_one_of_several, locate_checkpoint
-from slipstream.checkpoint.optimizer_names import goes_by_names, number_parameters, parameter_names
 from slipstream.checkpoint.sharded import BrokenShardError, TensorPlaceholders, is_sharded, local_box, reshard
 from slipstream.checkpoint.weights import arrange_state_dict, check_fit, load_into
 from slipstream.devices import rng
@@ -125,7 +124,6 @@ def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _Restor
             "matched in order, and the rest is ignored"
         )
     _check_models(saver, saved, options)
-    saved = _number_optimizers(components, saved)
     for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
         _check_optimizer(saved.where, number, stored, optimizer)
     saved = _reshard_saved_state(components, saver.objects, saved, strict=options.strict is not False)
@@ -191,23 +189,6 @@ def _check_models(saver: Saver, saved: SavedState, options: LoadOptions) -> None
         report.demand(saved.where, type(models[number].original).__name__, strict=options.strict is not False)
 
 
-def _number_optimizers(components: Components, saved: SavedState) -> SavedState:
-    """Return the same with numbers in states of optimizers that go by names of parameters, as those of FSDP do."""
-    if not any(map(goes_by_names, saved.optimizers or [])):
-        return saved
-    names = parameter_names(model.original for model in components.stepper.models)
-    groups = [optimizer.param_groups for optimizer in components.registry.optimizers]
-    return replace(
-        saved,
-        optimizers=[
-            number_parameters(stored, groups[number], names, f"{saved.where}: optimizer {number}")
-            if goes_by_names(stored) and number < len(groups)
-            else stored
-            for number, stored in enumerate(saved.optimizers or [])
-        ],
-    )
-
-
 def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> None:
     groups = stored.get("param_groups") if isinstance(stored, Mapping) else None
     if not isinstance(groups, list) or not isinstance(stored.get("state"), Mapping):
@@ -236,13 +217,14 @@ def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) 
     world = saver.components.state.num_processes
     if saved.world is None:
         return None, None, []
-    if saved.world == world and own is not None:
-        return own["loop"], own["gradients"], []
+    sharded = not saver.components.strategy.replicated
+    if saved.world == world and own is not None and not (sharded and own["gradients"] is not None):
+        return own["loop"], own["gradients"] if saved.gradients is None else saved.gradients, []
     found = [entry for rank in range(saved.world) if (entry := saved.rank(rank)) is not None]
     if not found:
         return None, None, []
     is_open = any(not window["closing"] for window in found[0]["loop"]["windows"])
-    if not is_open and found[0]["gradients"] is None:
+    if not is_open and found[0]["gradients"] is None and saved.gradients is None:
         return found[0]["loop"], None, []
     if len(found) < saved.world:
         if saved.world == world:  # `_agree_on_windows` adds the warning, on all ranks
@@ -250,9 +232,12 @@ def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) 
         return None, None, [_lost_batches_message(saved.where, [rank for rank in range(saved.world) if saved.rank(rank) is None])]
     ratio = _batch_ratio(saver, saved, world)
     loop, gradients = redistribute_loop_state(
-        [(entry["loop"], entry["gradients"]) for entry in found], saved_by=saved.world, world_size=world, batch_ratio=ratio
+        [(entry["loop"], entry["gradients"] if saved.gradients is None else saved.gradients) for entry in found],
+        saved_by=saved.world,
+        world_size=world,
+        batch_ratio=ratio,
     )
-    return loop, gradients, []
+    return loop, gradients if gradients is None or not sharded else _reshard_gradients(saver.components, gradients, saved.placeholders), []
 
 
 def _window_state(plan: _RestorePlan, world: int) -> str:
@@ -323,7 +308,18 @@ def _reshard_saved_state(components: Components, objects: Sequence[Any], saved: 
             number: reshard(state, objects[number].state_dict(), placeholders) if number < len(objects) else state
             for number, state in saved.objects.items()
         },
+        gradients=None if saved.gradients is None else _reshard_gradients(components, saved.gradients, placeholders),
     )
+
+
+def _reshard_gradients(components: Components, gradients: Mapping[str, Any], placeholders: TensorPlaceholders) -> dict[str, Any]:
+    """Return gradients of an unfinished update, each sharded like its parameter."""
+    targets = {
+        f"{number}.{name}": parameter
+        for number, model in enumerate(components.stepper.models)
+        for name, parameter in model.original.named_parameters()
+    }
+    return {name: reshard(gradient, targets.get(name), placeholders) for name, gradient in gradients.items()}
 
 
 def _reshard_model(model: torch.nn.Module, stored: SavedModel, placeholders: TensorPlaceholders, *, strict: bool) -> SavedModel:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
@@ -246,6 +247,7 @@ class GroupChannel(Channel):
         control: Callable[[], Any],
         data: Any,
         disconnect: Callable[[], bool],
+        recording: Callable[[], AbstractContextManager[None]],
         heartbeat: Heartbeat,
         rank: int,
         world_size: int,
@@ -260,6 +262,8 @@ class GroupChannel(Channel):
         """Why torch collectives no longer match between the ranks, though guarded ones do; the next watched section reopens the group."""
         self.meters: Iterable[Meter] = ()
         """Where the time inside calls is recorded."""
+        self.recording = recording
+        """A block in which torch opens groups of some of the ranks: their waits end with those of the default group."""
         self.heartbeat = heartbeat
         self.transport = transport
         self.data = data

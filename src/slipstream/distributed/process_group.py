@@ -296,6 +296,7 @@ class ProcessGroupManager:
             control=control,
             data=data,
             disconnect=connections.disconnect,
+            recording=connections.recording_subgroups,
             heartbeat=self._heartbeat,
             rank=process.rank,
             world_size=process.world_size,

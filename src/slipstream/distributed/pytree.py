@@ -21,7 +21,7 @@ __all__ = [
     "CannotPadNestedTensorWarning", "ConvertOutputsToFp32", "TensorInformation", "children", "concatenate", "convert_outputs_to_fp32",
     "convert_to_fp32", "copy_with_values", "describe_structure", "find_batch_size", "find_device", "flatten", "get_data_structure",
     "get_shape", "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_dataclass_instance", "is_namedtuple", "is_node",
-    "is_tensor_information", "is_torch_tensor", "listify", "map_leaves", "pad_input_tensors", "rebuild", "recursively_apply",
+    "is_tensor_information", "is_torch_tensor", "listify", "local_part", "map_leaves", "pad_input_tensors", "rebuild", "recursively_apply",
     "send_to_device", "slice_tensors", "unflatten",
 ]
 
@@ -445,3 +445,12 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def find_device(data: Any) -> torch.device | None:
     """Return the device of the first tensor in the data, or None."""
     return next((leaf.device for leaf in flatten(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: all of it, unless it is sharded (torch's `DTensor`).
+
+    >>> local_part(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return tensor.to_local() if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local") else tensor

@@ -20,7 +20,7 @@ import torch
 
 from slipstream.config import Config, for_worker
 from slipstream.config.resolved_config import Choice
-from slipstream.config.schema import Compute
+from slipstream.config.schema import Compute, Parallelism, Sharding
 from slipstream.config.sources import environment
 from slipstream.devices import rng
 from slipstream.devices.table import DistributedType, best_family, device_for, set_device
@@ -389,9 +389,23 @@ class AcceleratorState(PartialState):
         self.dynamo_plugin: Any = None
         """How prepared models are compiled (a TorchDynamoPlugin), on the state of an Accelerator that compiles; else None."""
 
+        self.fsdp_plugin: Any = None
+        """How models are sharded (a FullyShardedDataParallelPlugin), on the state of an Accelerator that shards them; else None."""
+        self.parallelism_config: Any = None
+        """The sizes of the mesh, where they were given."""
+
     # What scripts ask to find out which engine is in use: none of these is in this version.
-    deepspeed_plugin = deepspeed_plugins = fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = parallelism_config = device_mesh = None
-    is_fsdp2 = False
+    deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = device_mesh = None
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What kind of several processes these are: `NO` for one, `FSDP` where models are sharded."""
+        return DistributedType.FSDP if self.is_fsdp2 else super().distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over several processes."""
+        return self.fsdp_plugin is not None and self.use_distributed
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -403,6 +417,16 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """The precision of this object: no, fp16, bf16 or fp8."""
         return self._config.compute.mixed_precision
+
+    @property
+    def sharding(self) -> Sharding:
+        """The options of sharded training."""
+        return self._config.sharding
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The options of the mesh."""
+        return self._config.parallelism
 
     @property
     def compute(self) -> Compute:

@@ -231,6 +231,7 @@ class GlooConnections:
         self._rank = rank
         self._world_size = world_size
         self._connections: list[_Connection] = []
+        self._of_subgroups: list[_Connection] = []
         self.abort_backend: Callable[[], object] = type(None)
         """Ends the operations of backends that can end them; gloo cannot."""
 
@@ -243,9 +244,16 @@ class GlooConnections:
         self._store.set(f"links/{self._rank}", json.dumps([connection.ends for connection in found]))
         self._connections = found if len(found) < self._world_size else self._confirm(found)
 
+    @contextmanager
+    def recording_subgroups(self) -> Iterator[None]:
+        """Record what torch connects for groups of some of the ranks; `disconnect` shuts these down too."""
+        before = {connection.inode for connection in _list_connections()}
+        yield
+        self._of_subgroups += [connection for connection in _list_connections() if connection.inode not in before]
+
     def disconnect(self) -> bool:
         """Shut the connections down, so that whoever waits on them fails, here and there; return whether all of them are known."""
-        for known in self._connections:
+        for known in self._connections + self._of_subgroups:
             with suppress(OSError), _duplicate_socket(known.descriptor) as connection:  # closed already, or ended by the other side
                 if os.fstat(connection.fileno()).st_ino == known.inode:
                     connection.shutdown(socket.SHUT_RDWR)

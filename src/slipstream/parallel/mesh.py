@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -206,17 +207,25 @@ class MeshSizes:
 
     # torch
 
-    def build(self, device_type: str) -> DeviceMesh:
+    def build(self, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
         """Build torch's DeviceMesh of the active axes over the open process group; a mesh of one process has the single axis dp_shard.
 
-        `view` gives the part of it that a use needs.
+        Collectives of the mesh end after `timeout`. `view` gives the part of it that a use needs.
         """
-        import torch.distributed
-        from torch.distributed.device_mesh import init_device_mesh
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        sizes = self.resolve(torch.distributed.get_world_size())
+        sizes = self.resolve(dist.get_world_size())
         axes = sizes.active or ("dp_shard",)
-        return init_device_mesh(device_type, tuple(sizes.size(axis) for axis in axes), mesh_dim_names=axes)
+        if timeout is None or len(axes) == 1:
+            return init_device_mesh(device_type, tuple(sizes.size(axis) for axis in axes), mesh_dim_names=axes)
+        rank, groups = dist.get_rank(), []
+        for axis in axes:  # every rank has to open every group, in the same order
+            opened = [(members, dist.new_group(list(members), timeout=timeout)) for members in sizes.groups(axis)]
+            groups.append(next(group for members, group in opened if rank in members))
+        grid = torch.tensor(sizes.grid(*axes).tolist())
+        return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=axes)
 
     def view(self, mesh: DeviceMesh, name: str) -> DeviceMesh:
         """Return the one-dimensional mesh of an axis or use, for a mesh that `build` made. Every process has to call it, in the same order.

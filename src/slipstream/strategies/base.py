@@ -1,19 +1,21 @@
 """What a strategy is: the methods below, and the null object that implements them for one process.
 
-    check, prepare, unwrap             raise for a model that cannot run; wrap a model; return the user's model from its wrapper
+    check, move, prepare, unwrap       raise for a model that cannot run; move it to the device; wrap it; return the user's model
+    map_optimizer                      let an optimizer work on parameters that `prepare` has replaced
     device_type                        the device type that autocast and the loss scaler work on
     set_sync, defer                    whether the coming backward passes reduce gradients
     no_sync, trigger_sync, join        the same as blocks: none; the next one; as long as any rank has batches
     backward, watch_buckets            compute and reduce the gradients of a loss; show them to an observer before they are reduced
-    step, clip                         check a model before its optimizer steps; clip gradients to a norm
-    state                              the weights under the names of the user's model; sharded ones as DTensor
+    gradients, aliases, reduce_waiting the gradients of a model; parameters by what stands for them in a pass; reduce what was added up
+    step, clip, clip_value             check a model before its optimizer steps; clip gradients to a norm, or their entries
+    state, full_state                  the weights under the names of the user's model; sharded ones as DTensor, or put together
 
 A strategy overrides what it does differently, and no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +37,11 @@ class Strategy:
     replicated = True
     """Whether every rank holds the whole state. If not, `state` gives sharded tensors, and a checkpoint is saved by all ranks together."""
 
+    @property
+    def mesh(self) -> Any:
+        """torch's mesh of the ranks, where models are sharded; else None."""
+        return None
+
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
         """Raise for models whose parameters have no memory, or are not on the device of this process."""
         if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
@@ -54,9 +61,17 @@ class Strategy:
                     "leave device_placement on, or move the model there before prepare"
                 )
 
+    def move(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Move a model to the device of this process, before it is prepared."""
+        model.to(device)
+
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
         """Wrap a model; `before` is what was returned for it the last time, and is returned again if it is still right."""
         return model
+
+    def map_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Let an optimizer work on the parameters that `prepare` put in the place of its own; return whether any changed."""
+        return False
 
     def device_type(self, device: torch.device) -> str:
         """Return the type of device that autocast and the loss scaler work on."""
@@ -84,6 +99,21 @@ class Strategy:
         """Compute the gradients of a loss, reduced for these models; None means all that it reaches."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    def gradients(self, model: torch.nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the gradients of a model that are there now, each with its parameter."""
+        return ((parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+
+    def current_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that optimizers work on, for some that `prepare` may have replaced."""
+        return parameters
+
+    def aliases(self) -> dict[int, torch.Tensor]:
+        """Return parameters by the identities of tensors that stand for them in the graph of a loss."""
+        return {}
+
+    def reduce_waiting(self, model: torch.nn.Module) -> None:
+        """Reduce gradients that were added up without communication, in the middle of a window; all ranks have to call it."""
+
     def step(self, model: torch.nn.Module) -> None:
         """Raise if gradients of a model were not reduced, before its optimizer steps."""
 
@@ -94,6 +124,11 @@ class Strategy:
         """Clip gradients together to a norm, and return the norm that they had on all ranks."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    def clip_value(self, parameters: list[torch.Tensor], clip_value: float) -> None:
+        """Clip each entry of the gradients to at most `clip_value`."""
+        if any(parameter.grad is not None for parameter in parameters):  # torch fails without any
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's model inside what `prepare` returned."""
         return model
@@ -101,3 +136,7 @@ class Strategy:
     def state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the weights under the names of the user's model."""
         return self.unwrap(model).state_dict()
+
+    def full_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the whole weights under the names of the user's model; where they are sharded, all ranks have to call it."""
+        return self.state(model)

@@ -23,11 +23,10 @@ class GradientClipper:
     """Clips gradients of prepared models; one for each Accelerator."""
 
     def __init__(
-        self, stepper: Stepper, optimizers: Callable[[], Iterable[AcceleratedOptimizer]], clip: Callable[..., torch.Tensor]
+        self, stepper: Stepper, optimizers: Callable[[], Iterable[AcceleratedOptimizer]]
     ) -> None:
         self._stepper = stepper
         self._optimizers = optimizers
-        self._clip = clip
         self._last: dict[tuple[int, ...], torch.Tensor] = {}
         self.before: Callable[[list[PreparedModel]], None] | None = None
         """Called before clipping, where a gradient that is not finite would spread to all: see `observability/guards/`."""
@@ -43,7 +42,7 @@ class GradientClipper:
             key = tuple(map(id, models))
             if not self._complete(group, models):
                 return self._last.get(key, torch.zeros(()))
-            self._last[key] = norm = self._clip(group, max_norm, norm_type)
+            self._last[key] = norm = self._stepper.strategy.clip(group, max_norm, norm_type)
             if self.after is not None:
                 self.after(norm)
             return norm
@@ -52,8 +51,8 @@ class GradientClipper:
         """Clip each entry of the gradients to at most `clip_value`; between updates, do nothing."""
         with mark_phase(self._stepper.meter, OPTIMIZER):
             group, models = self._group(parameters)
-            if self._complete(group, models) and any(parameter.grad is not None for parameter in group):  # torch fails without any
-                torch.nn.utils.clip_grad_value_(group, clip_value)
+            if self._complete(group, models):
+                self._stepper.strategy.clip_value(group, clip_value)
 
     def unscale(self, optimizer: Any = None) -> None:
         """Divide the gradients of these optimizers (of all, if none is named) by the loss scale, where there is one."""
@@ -104,4 +103,5 @@ class GradientClipper:
         if isinstance(parameters, torch.nn.Module):
             raise TypeError(f"clipping takes parameters, and was given a {type(parameters).__name__}: write model.parameters()")
         group = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        group = self._stepper.strategy.current_parameters(group)
         return group, self._stepper.owners(group)[0]

@@ -114,7 +114,8 @@ def mean_gradients(ranks: Sequence[Mapping[str, torch.Tensor]], weights: Sequenc
             means[name] = torch.cat([values * factor for values, factor in parts])
         else:
             exact = torch.float64 if parts[0][0].dtype == torch.float64 else torch.float32
-            total = sum((gradient.to(exact) * factor for gradient, factor in parts), torch.zeros((), dtype=exact))
+            summands = [gradient.to(exact) * factor for gradient, factor in parts]
+            total = sum(summands[1:], summands[0])  # of sharded tensors too, which do not mix with a plain zero
             means[name] = total.to(parts[0][0].dtype)
     return means
 

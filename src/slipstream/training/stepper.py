@@ -17,6 +17,7 @@ import torch
 
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.gradient_state import GradientState, MicroBatch
+from slipstream.distributed.pytree import local_part
 from slipstream.errors import StateError
 from slipstream.observability.timing.meter import BACKWARD, EVALUATION, FORWARD, LEAVE, LOG_LIMIT, OPTIMIZER, Meter
 from slipstream.precision.scaler import LossScaler, NoScaler
@@ -49,20 +50,18 @@ class PreparedModel:
     accumulation: Accumulation = field(default_factory=Accumulation)
     owned: frozenset[int] = frozenset()
     """Identities of the parameters."""
+    collect: Callable[[torch.nn.Module], Iterable[tuple[torch.Tensor, torch.Tensor]]] = field(kw_only=True)
+    """Returns the gradients of a model with their parameters: see `Strategy.gradients`."""
     shared: frozenset[int] = frozenset()
     """Those of them that a model prepared earlier has too; its record rescales their gradients."""
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the present gradients, without those of shared parameters."""
-        return [
-            parameter.grad
-            for parameter in self.original.parameters()
-            if parameter.grad is not None and id(parameter) not in self.shared
-        ]
+        return [gradient for parameter, gradient in self.collect(self.original) if id(parameter) not in self.shared]
 
     def rescale(self, factor: float) -> None:
         """Multiply the present gradients by a factor."""
-        gradients = self.gradients()
+        gradients = [local_part(gradient) for gradient in self.gradients()]
         dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
         if dense:
             torch._foreach_mul_(dense, factor)
@@ -233,7 +232,7 @@ class Stepper:
         if model is None:
             if self.guards is not None:
                 self.guards.begin(original)
-            model = PreparedModel(original, prepared)
+            model = PreparedModel(original, prepared, collect=self.strategy.gradients)
             self.models.append(model)
         else:
             model.prepared = prepared
@@ -361,7 +360,7 @@ class Stepper:
         if not self.models:
             raise StateError(NOT_PREPARED_MESSAGE.format(site=call_site()))
         if loss.requires_grad:
-            warn_if_unprepared(self.warned, find_reached_models(loss, self._owners))
+            warn_if_unprepared(self.warned, find_reached_models(loss, self._graph_owners()))
 
     def _steps(self, batch: MicroBatch | None) -> int:
         return (None if batch is None else batch.steps) or self.state.plugin.num_steps or 1
@@ -385,11 +384,17 @@ class Stepper:
         if uncertain and (steps > 1 or self.world_size > 1):
             warn_if_share_unknown(self.warned, batch, self.state)
 
+    def _graph_owners(self) -> dict[int, PreparedModel]:
+        """Return the models by the identities of what stands for their parameters in the graph of a loss."""
+        aliases = self.strategy.aliases()
+        known = {identity: self._owners[id(parameter)] for identity, parameter in aliases.items() if id(parameter) in self._owners}
+        return self._owners | known
+
     def _reached(self, loss: torch.Tensor, weighs: bool) -> list[PreparedModel]:
         """Return the models that a loss counts for, in the order of `prepare`; all models if the answer makes no difference."""
         if len(self.models) == 1 or not (weighs or self.accumulates):
             return self.models
-        reached = find_reached_models(loss, self._owners)
+        reached = find_reached_models(loss, self._graph_owners())
         return self.models if reached is None else [model for model in self.models if model in reached]
 
     def _backward_in_block(self, block: AccumulateBlock, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
@@ -470,7 +475,7 @@ class Stepper:
             loss = self.scaler.scale(loss)
         each = self.state.plugin.sync_each_batch
         reducing = [model.prepared for model in reached if each or model.accumulation.closing] if self.strategy.averages else []
-        if reducing:
+        if reducing or not self.strategy.replicated:
             self.strategy.backward(loss, reducing, **kwargs)
         else:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -518,6 +523,9 @@ class Stepper:
         from slipstream.training.loop_state import collect_gradients
 
         waiting = [self.backward_outside_block or (model.accumulation.pending and not model.accumulation.closing) for model in self.models]
+        for model, is_open in zip(self.models, waiting, strict=True):
+            if is_open:
+                self.strategy.reduce_waiting(model.prepared)
         return collect_gradients([model.original if open_ else None for model, open_ in zip(self.models, waiting, strict=True)]) or None
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:

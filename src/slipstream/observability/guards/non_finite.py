@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.distributed.pytree import local_part
 from slipstream.errors import ConfigError, DistributedOperationException, MismatchError
 from slipstream.observability.guards.findings import FindingReporter, GuardFinding, NonFiniteError
 
@@ -124,9 +125,7 @@ def _note_order(came: dict[str, int], name: str, parameter: torch.Tensor) -> Non
 
 
 def _local_entries(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):  # sharded: what this process holds of it
-        tensor = tensor.to_local()
+    tensor = local_part(tensor.detach())
     # torch internals: `_values` of an uncoalesced sparse gradient has no public name. torch 2.13; test_sparse_gradients notices a change.
     return tensor if tensor.layout == torch.strided else tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 

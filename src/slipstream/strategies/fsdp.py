@@ -1,0 +1,353 @@
+"""Sharded data parallelism: torch's `fully_shard` (FSDP2), and HSDP where shards are replicated too.
+
+Every rank holds a part of the parameters, gradients and optimizer state. A block's parameters are gathered before it runs and freed after;
+its gradients are averaged and scattered in the backward pass. The model stays the user's object, with the names of its parameters; its
+parameters become `DTensor`s, so optimizers that were made before are mapped to them. How a model is sharded stands in `sharded_model.py`,
+which blocks it has in `parallel/wrap_policy.py`.
+
+Gradients are what they are under DDP: the mean over ranks, weighted by the stepper. While a window of accumulation is open they are added
+up on each rank without communication.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from slipstream.devices.table import CPU
+from slipstream.distributed.collectives import check_agreement
+from slipstream.distributed.guard import Limits
+from slipstream.distributed.process_group import Runtime
+from slipstream.distributed.pytree import local_part
+from slipstream.errors import ConfigError, StateError
+from slipstream.logging import get_logger
+from slipstream.observability.timing.meter import Meter
+from slipstream.parallel.activation import checkpoint_activations
+from slipstream.parallel.mesh import MeshSizes
+from slipstream.parallel.wrap_policy import BlockPlan, plan_blocks
+from slipstream.strategies.base import Strategy
+from slipstream.strategies.fsdp_options import ShardingOptions
+from slipstream.strategies.sharded_model import (
+    ParameterSlot,
+    ShardedModel,
+    fill_from_rank_zero,
+    find_slots,
+    is_sharded_model,
+    map_optimizer,
+    shard_model,
+)
+
+__all__ = ["FSDPStrategy", "UnshardedStrategy"]
+
+
+class FSDPStrategy(Strategy):
+    """Several processes, each with a shard of the model."""
+
+    name = "fsdp"
+    averages = True
+    replicated = False
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        limits: Limits,
+        device: torch.device,
+        options: ShardingOptions,
+        sizes: MeshSizes,
+        meter: Meter | None = None,
+    ) -> None:
+        self.options = options
+        self.sizes = sizes
+        self._runtime = runtime
+        self._limits = limits
+        self._device = device
+        self._meter = meter
+        self._mesh: tuple[int, DeviceMesh] | None = None
+        self._in_backward = runtime.watch("backward", limits)
+        self._in_forward = runtime.watch("forward", limits)
+        self._in_prepare = runtime.watch("prepare", limits)
+        self._models: list[ShardedModel] = []
+        self._sharded_forms: dict[int, tuple[weakref.ref[torch.Tensor], torch.nn.Parameter]] = {}
+        """The sharded forms of parameters that models were given with, by identity: an optimizer may hold the full ones."""
+
+    # -- the mesh -------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """torch's mesh of the present generation of the process group; all ranks have to ask for it the first time."""
+        channel: Any = self._runtime.channel(self._limits)
+        if self._mesh is None or self._mesh[0] != channel.generation:
+            with channel.recording():
+                self._mesh = channel.generation, self.sizes.build(self._device.type, timedelta(seconds=self._limits.timeout))
+        return self._mesh[1]
+
+    # -- models ---------------------------------------------------------------------------------------------------
+
+    def check(self, model: torch.nn.Module, device: torch.device) -> None:
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            super().check(model, device)
+        if not any(True for _ in model.parameters()):
+            raise ConfigError(f"{type(model).__name__} has no parameters, so there is nothing to shard: use it without prepare")
+
+    def move(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Leave the parameters where they are: each rank moves its own part when the model is sharded."""
+
+    def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
+        known = self._find(model)
+        if known is not None and known.is_current():
+            return model
+        channel: Any = self._runtime.channel(self._limits)
+        if is_sharded_model(model):
+            if known is not None:
+                raise StateError(
+                    f"this {type(model).__name__} is sharded over a process group that has been released. Save it before with "
+                    "accelerator.save_state or get_state_dict, and load that into a new model."
+                )
+            sharded = ShardedModel.of(model, lambda: bool(channel.usable))  # by the script: taken as it is
+        else:
+            sharded = self._shard(model, channel)
+        self._models = [entry for entry in self._models if entry.model() is not None and entry is not known] + [sharded]
+        if self._meter is not None:
+            sharded.time_communication(self._meter)
+        self._install_hooks(model, sharded)
+        sharded.begin()
+        return model
+
+    def _shard(self, model: torch.nn.Module, channel: Any) -> ShardedModel:
+        options = self.options
+        plan = plan_blocks(model, options)
+        self._check_same(model, plan, channel)
+        mesh = self.mesh
+        if options.activation_checkpointing:
+            checkpoint_activations(plan.blocks or (("", model),), offload=options.activation_checkpointing_offload, device=self._device)
+        for slot in find_slots(model):
+            if not slot.parameter.is_contiguous() and not slot.parameter.is_meta:
+                slot.parameter.data = slot.parameter.data.contiguous()  # torch shards rows
+        precision = MixedPrecisionPolicy(
+            param_dtype=options.param_dtype,
+            reduce_dtype=options.reduce_dtype,
+            output_dtype=options.output_dtype,
+            cast_forward_inputs=options.cast_forward_inputs,
+        )
+        with self._in_prepare, channel.recording():
+            slots = shard_model(
+                model,
+                plan,
+                mesh,
+                self._device,
+                reshard_after_forward=options.reshard_after_forward,
+                precision=precision,
+                cpu_offload=options.cpu_offload,
+            )
+            self._fill(model, slots, mesh, channel)
+        for slot in slots:
+            if slot.current is not slot.parameter:
+                self._sharded_forms[id(slot.parameter)] = weakref.ref(slot.parameter), slot.current
+        get_logger(__name__).info(f"{type(model).__name__} is sharded over {self.sizes}: blocks are {plan.reason}", main_process_only=True)
+        return ShardedModel.of(model, lambda: bool(channel.usable))
+
+    def _check_same(self, model: torch.nn.Module, plan: BlockPlan, channel: Any) -> None:
+        layout = {
+            name: f"{list(parameter.shape)} {parameter.dtype} trained: {parameter.requires_grad}"
+            for name, parameter in model.named_parameters()
+        }
+        layout["blocks"] = ", ".join(name for name, _ in plan.blocks)
+        check_agreement(channel, self._limits, f"the parameters of {type(model).__name__}", layout)
+
+    def _fill(self, model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh, channel: Any) -> None:
+        """Give the shards their values: those of rank 0, or of `param_init_fn` where no rank has any."""
+        missing = [slot.name for slot in slots if slot.parameter.is_meta]
+        lacks = torch.tensor([float(len(missing))])
+        if dist.get_rank() != 0:
+            lacks.zero_()
+        dist.all_reduce(lacks)  # the number that rank 0 lacks
+        if not lacks.item():
+            fill_from_rank_zero(model, slots, mesh)
+            return
+        initialize = self.options.param_init_fn
+        if initialize is None:
+            raise ConfigError(
+                f"{int(lacks)} parameters of {type(model).__name__} have no values on rank 0 (they are on the meta device). Load the "
+                "weights on rank 0 before prepare (cpu_ram_efficient_loading: the other ranks need none), or pass "
+                "FullyShardedDataParallelPlugin(param_init_fn=...), which initialises a module, and load a checkpoint afterwards."
+            )
+        for module in {id(place[0]): place[0] for slot in slots for place in slot.places}.values():
+            initialize(module)
+
+    def _install_hooks(self, model: torch.nn.Module, sharded: ShardedModel) -> None:
+        """Watch the waits of forward passes, of the model and of its parts."""
+        section, name = self._in_forward, type(model).__name__
+
+        def enter() -> None:
+            if not sharded.is_current():
+                raise StateError(
+                    f"this {name} is sharded over a process group that has been released: prepare a new model, and load its state"
+                )
+            section.enter()
+
+        model.register_forward_pre_hook(lambda module, args: enter(), prepend=True)
+        model.register_forward_hook(lambda module, args, output: section.leave(), always_call=True)
+        sharded.let_parts_run(enter, section.leave)
+
+    def _find(self, model: torch.nn.Module) -> ShardedModel | None:
+        return next((entry for entry in self._models if entry.model() is model), None)
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+
+    def map_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        return map_optimizer(optimizer, self._sharded_form)
+
+    def _sharded_form(self, parameter: torch.Tensor) -> torch.nn.Parameter | None:
+        known = self._sharded_forms.get(id(parameter))
+        return known[1] if known is not None and known[0]() is parameter else None
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
+        if (sharded := self._find(model)) is not None:
+            sharded.set_reduces(reduces)
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        sharded = self._find(getattr(model, "_orig_mod", model))
+        if sharded is None:
+            yield
+            return
+        before = sharded.reduces
+        sharded.held += 1
+        sharded.set_reduces(False)
+        try:
+            yield
+        finally:
+            sharded.held -= 1
+            sharded.set_reduces(before)
+
+    @contextmanager
+    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        sharded = self._find(getattr(model, "_orig_mod", model))
+        if sharded is None:
+            yield
+            return
+        before = sharded.reduces
+        sharded.set_reduces(True)
+        try:
+            yield
+        finally:
+            sharded.set_reduces(before)
+
+    def join(self, models: list[torch.nn.Module]) -> AbstractContextManager[Any]:
+        raise ConfigError(
+            "join_uneven_inputs with a sharded model: every forward pass gathers parameters from all ranks, so a rank without batches "
+            "cannot step aside. Leave it out: loaders of prepare give every rank as many batches, and samples are counted exactly."
+        )
+
+    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
+        models = self._models
+        with self._in_backward:
+            for sharded in models:
+                if not sharded.held:
+                    sharded.set_reduces(reducing is None or sharded.model() in reducing)
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            for sharded in models:
+                if sharded.reduces:
+                    sharded.average_whole()
+
+    def gradients(self, model: torch.nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        sharded = self._find(model)
+        return super().gradients(model) if sharded is None else sharded.gradients()
+
+    def current_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        aliases = self.aliases() if any(not isinstance(parameter, DTensor) for parameter in parameters) else {}
+        current = []
+        for parameter in parameters:
+            replaced = self._sharded_form(parameter)
+            current.append(aliases.get(id(parameter), parameter) if replaced is None else replaced)
+        return current
+
+    def aliases(self) -> dict[int, torch.Tensor]:
+        return {identity: parameter for sharded in self._models for identity, parameter in sharded.parameter_of().items()}
+
+    def reduce_waiting(self, model: torch.nn.Module) -> None:
+        if (sharded := self._find(model)) is not None:
+            with self._in_backward:
+                sharded.reduce_waiting()
+                sharded.average_whole()
+
+    def full_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        state = self.state(model)
+        sharded = {name: list(value.shape) for name, value in state.items() if isinstance(value, DTensor)}
+        check_agreement(self._runtime.channel(self._limits), self._limits, f"the weights of {type(model).__name__}", sharded)
+        with self._in_prepare:
+            for name in sharded:
+                state[name] = state[name].full_tensor().to(CPU.type)
+        whole = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and name not in sharded}
+        return {**state, **{name: value.detach().to(CPU.type, copy=True) for name, value in whole.items()}}
+
+    def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        with self._in_backward:
+            norm = _total_norm(gradients, float(norm_type), self._device)
+        parts = [part for gradient in gradients if (part := local_part(gradient)).numel()]
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for device in dict.fromkeys(part.device for part in parts):
+            # torch internals: `_foreach_mul_` is one kernel for all tensors, as clip_grad_norm_ uses it. torch 2.13; test_fsdp.py notices.
+            torch._foreach_mul_([part for part in parts if part.device == device], scale.to(device))
+        return norm
+
+    def clip_value(self, parameters: list[torch.Tensor], clip_value: float) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local_part(parameter.grad).clamp_(-clip_value, clip_value)
+
+
+class UnshardedStrategy(Strategy):
+    """One process with a `fsdp_plugin`: nothing to shard; blocks are found and activations checkpointed as on several."""
+
+    def __init__(self, device: torch.device, options: ShardingOptions) -> None:
+        self._device = device
+        self.options = options
+
+    def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
+        plan = plan_blocks(model, self.options)
+        if self.options.activation_checkpointing:
+            checkpoint_activations(
+                plan.blocks or (("", model),), offload=self.options.activation_checkpointing_offload, device=self._device
+            )
+        get_logger(__name__).info(f"one process: {type(model).__name__} is not sharded", main_process_only=True)
+        return model
+
+
+def _total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the norm of all gradients together, on every rank.
+
+    What a rank holds of them is summed up (or the largest taken) by mesh and placements, then over the ranks that hold other parts: a
+    replica counts once. Works for any mixture of meshes and of whole tensors, where `torch.nn.utils.clip_grad_norm_` fails.
+    """
+    largest = math.isinf(norm_type)
+    parts: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        parts.setdefault(key, []).append(local_part(gradient))
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for key, locals_ in parts.items():
+        norms = [torch.linalg.vector_norm(local, norm_type).float().to(device) for local in locals_ if local.numel()]
+        part = total.new_zeros(())
+        if norms:
+            part = torch.stack(norms).max() if largest else (torch.stack(norms) ** norm_type).sum()
+        if key is not None:
+            mesh, placements = key
+            for axis, placement in enumerate(placements):
+                if placement.is_shard():
+                    dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(axis))
+        total = torch.maximum(total, part) if largest else total + part
+    return total if largest else total ** (1.0 / norm_type)

@@ -1,0 +1,415 @@
+"""A model that torch's `fully_shard` has sharded: how it is sharded, and what its gradients and parameters are.
+
+`shard_model` replaces the parameters of a model by shards on a mesh, block by block. It goes through the meta device, so no rank needs
+more memory than it had: full parameters become placeholders, `fully_shard` decides which rows each rank holds, and `fill_from_rank_zero`
+scatters the weights of rank 0 one tensor at a time. Parameters that cannot be sharded (scalars) and those of ignored modules stay whole on
+every rank, and their gradients are averaged by `ShardedModel.average_whole`.
+
+All that leans on the private names of torch's FSDP2 stands in this file.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+from slipstream.devices.table import CPU
+from slipstream.logging import get_logger
+from slipstream.observability.timing.meter import Meter
+from slipstream.parallel.wrap_policy import BlockPlan
+
+__all__ = ["ParameterSlot", "ShardedModel", "fill_from_rank_zero", "find_slots", "is_sharded_model", "map_optimizer", "shard_model"]
+
+
+# torch internals: the state of a sharded module, its groups of parameters, and each parameter's unsharded form and gradients have no
+# public names (torch 2.13). They are needed to scale gradients that wait for their reduction, to save them, and to run submodules by
+# themselves. tests/strategies/test_fsdp.py notices a change; it can go when FSDPModule shows accumulated gradients.
+def _state(module: torch.nn.Module) -> Any:
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def _groups(model: torch.nn.Module) -> list[Any]:
+    return [group for module in model.modules() if isinstance(module, FSDPModule) for group in _state(module)._fsdp_param_groups]
+
+
+def is_sharded_model(model: torch.nn.Module) -> bool:
+    """Return whether a model is sharded already: by `fully_shard`, or as tensor-parallel DTensors."""
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+@dataclass(eq=False)
+class ShardedModel:
+    """One sharded model: its groups of parameters, and the parameters that every rank holds whole."""
+
+    model: weakref.ref[torch.nn.Module]
+    is_current: Callable[[], bool]
+    """Whether the process group is still the one that the shards belong to."""
+    whole: list[torch.nn.Parameter] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+    reduces: bool = True
+    """Whether backward passes reduce gradients now."""
+    held: int = 0
+    """How many blocks of `no_sync` are open."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, is_current: Callable[[], bool]) -> ShardedModel:
+        """Return the record of a model after `fully_shard`."""
+        whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+        return cls(weakref.ref(model), is_current, whole, _groups(model))
+
+    def set_reduces(self, reduces: bool) -> None:
+        """Set whether backward passes reduce gradients, or add them up on each rank."""
+        if reduces != self.reduces:
+            self.reduces = reduces
+            for module in self._roots():
+                module.set_requires_gradient_sync(reduces)
+
+    def _roots(self) -> Iterator[FSDPModule]:
+        """Yield the outermost sharded modules."""
+        model = self.model()
+        queue = [] if model is None else [model]
+        while queue:
+            module = queue.pop()
+            if isinstance(module, FSDPModule):
+                yield module
+            else:
+                queue.extend(module.children())
+
+    def begin(self) -> None:
+        """Let the outermost modules know that they are, so that submodules may run by themselves before the first whole pass."""
+        for module in self._roots():
+            if not any(parameter.is_meta for parameter in module.parameters()):  # type: ignore[attr-defined]
+                _state(module)._lazy_init()  # type: ignore[arg-type]
+
+    def time_communication(self, meter: Meter) -> None:
+        """Record the waits for gathered parameters and scattered gradients as communication; what is prefetched counts as overlapped."""
+        model = self.model()
+        for module in [] if model is None else model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_TimedAllGather(meter))
+                module.set_custom_reduce_scatter(_TimedReduceScatter(meter))
+
+    def let_parts_run(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Let submodules that hold parameters of an outermost module be called by themselves, as `model.head(x)`.
+
+        While the outermost module runs, its parameters are there. Else such a call gathers them, as a pass of its own. `enter` and
+        `leave` are called around what it waits for.
+        """
+        for root in self._roots():
+            state: Any = _state(root)  # type: ignore[arg-type]
+            held = [place for group in state._fsdp_param_groups for sharded in group.fsdp_params for place in _modules_of(sharded)]
+            for part in dict.fromkeys(part for part in held if not isinstance(part, FSDPModule)):
+                part_call = _PartCall(root, state, enter, leave)
+                part.register_forward_pre_hook(part_call.before, prepend=True, with_kwargs=True)
+                part.register_forward_hook(part_call.after, always_call=True)
+            root.register_forward_hook(_free_without_backward, always_call=True)  # type: ignore[attr-defined]
+
+    def parameter_of(self) -> dict[int, torch.Tensor]:
+        """Return the sharded parameters by the identities of the full ones that take their places while a block runs."""
+        return {
+            id(sharded._unsharded_param): sharded.sharded_param
+            for group in self.groups
+            for sharded in group.fsdp_params
+            if hasattr(sharded, "_unsharded_param")
+        }
+
+    def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield every gradient of the model with its parameter: reduced ones, and those that this rank keeps until they are reduced."""
+        for group in self.groups:
+            for sharded in group.fsdp_params:
+                unsharded = getattr(sharded, "_unsharded_param", None)
+                waiting = (None if unsharded is None else unsharded.grad, sharded.unsharded_accumulated_grad)
+                for gradient in (sharded.sharded_param.grad, *waiting):
+                    if gradient is not None:
+                        yield sharded.sharded_param, gradient
+        for parameter in self.whole:
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+
+    def reduce_waiting(self) -> None:
+        """Reduce gradients that were added up without communication. All ranks have to call it."""
+        for group in self.groups:
+            for sharded in group.fsdp_params:
+                unsharded = getattr(sharded, "_unsharded_param", None)
+                kept = getattr(unsharded, "grad", None), sharded.unsharded_accumulated_grad
+                waiting = [gradient for gradient in kept if gradient is not None]
+                if not waiting:
+                    continue
+                parameter = sharded.sharded_param
+                local = waiting[0] if len(waiting) == 1 else waiting[0] + waiting[1]
+                averages = [Partial("avg")] * parameter.device_mesh.ndim
+                reduced = DTensor.from_local(local.to(parameter.dtype), parameter.device_mesh, averages, run_check=False)
+                reduced = reduced.redistribute(placements=parameter.placements)
+                parameter.grad = reduced if parameter.grad is None else parameter.grad + reduced
+                sharded.unsharded_accumulated_grad = None
+                if unsharded is not None:
+                    unsharded.grad = None
+
+    def average_whole(self) -> None:
+        """Average the gradients of parameters that every rank holds whole: one reduction for each dtype.
+
+        A rank without a gradient counts as zero; where no rank has one, there is none afterwards either.
+        """
+        trained = [parameter for parameter in self.whole if parameter.requires_grad]
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for parameter in trained:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            present = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+            parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+            flat = torch.cat([present.to(parts[0]), *(part.detach().reshape(-1) for part in parts)])
+            dist.all_reduce(flat)
+            counts, means = flat[: len(parameters)].tolist(), flat[len(parameters) :] / dist.get_world_size()
+            pieces = torch.split(means, [parameter.numel() for parameter in parameters])
+            for parameter, count, piece in zip(parameters, counts, pieces, strict=True):
+                if count:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    parameter.grad.copy_(piece.view_as(parameter))
+
+
+class _TimedAllGather(DefaultAllGather):
+    """torch's own all-gather, whose blocking time is communication."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begun = self._meter.wait()
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._meter.end_wait(begun)
+
+
+class _TimedReduceScatter(DefaultReduceScatter):
+    """torch's own reduce-scatter, whose blocking time is communication."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begun = self._meter.wait()
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._meter.end_wait(begun)
+
+
+class _PartCall:
+    """Hooks of a submodule whose parameters belong to an outermost module: gather them, if that one does not run."""
+
+    def __init__(self, root: Any, state: Any, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._root = weakref.ref(root)
+        self._state = weakref.ref(state)
+        self._enter = enter
+        self._leave = leave
+        self._is_open = False
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        state, root = self._state(), self._root()
+        if state is None or root is None or state._training_state is not TrainingState.IDLE:
+            return None
+        self._enter()
+        self._is_open = True
+        return state._pre_forward(root, args, kwargs)
+
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if not self._is_open:
+            return None
+        self._is_open = False
+        self._leave()
+        state, root = self._state(), self._root()
+        if state is None or root is None or output is None:  # an error is on its way
+            return None
+        output = state._post_forward(root, args, output)
+        _free_without_backward(root, args, output)
+        return output
+
+
+def _free_without_backward(root: Any, args: Any, output: Any) -> None:
+    """Free the full parameters of an outermost module after a pass that no backward follows; torch keeps them."""
+    if not torch.is_grad_enabled():
+        root.reshard()
+
+
+def _modules_of(sharded: Any) -> list[torch.nn.Module]:
+    return [sharded._module_info.module, *sharded._module_info.shared_modules]
+
+
+# -- sharding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ParameterSlot:
+    """A parameter that a model was given with, and every place of the model that it stands at (several, if it is tied)."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    places: list[tuple[torch.nn.Module, str]]
+
+    @property
+    def current(self) -> torch.nn.Parameter:
+        """The parameter that stands there now."""
+        module, name = self.places[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    def put(self, parameter: torch.nn.Parameter) -> None:
+        """Put another parameter at every place."""
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+
+def find_slots(model: torch.nn.Module) -> list[ParameterSlot]:
+    """Return the parameters of a model with their places, in the order of `named_parameters`."""
+    slots: dict[int, ParameterSlot] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full_name = f"{prefix}.{name}" if prefix else name
+                slots.setdefault(id(parameter), ParameterSlot(full_name, parameter, [])).places.append((module, name))
+    return list(slots.values())
+
+
+def shard_model(
+    model: torch.nn.Module,
+    plan: BlockPlan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    reshard_after_forward: bool | int,
+    precision: MixedPrecisionPolicy,
+    cpu_offload: bool,
+) -> list[ParameterSlot]:
+    """Shard a model in place, and return its slots. Afterwards its parameters have memory on this rank, and no values yet."""
+    slots = find_slots(model)
+    ignored = {id(parameter) for _, module in plan.ignored for parameter in module.parameters()}
+    whole = [slot for slot in slots if id(slot.parameter) in ignored or slot.parameter.ndim == 0]
+    for slot in slots:
+        if slot not in whole:
+            empty = torch.empty(slot.parameter.shape, dtype=slot.parameter.dtype, device="meta")
+            slot.put(torch.nn.Parameter(empty, slot.parameter.requires_grad))
+    offload = CPUOffloadPolicy(pin_memory=device.type != CPU.type) if cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mesh": mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": {slot.parameter for slot in whole},
+    }
+    for _, block in plan.blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    # torch keeps the root's parameters whole between forward and backward, which needs them again at once
+    fully_shard(model, reshard_after_forward=None if reshard_after_forward is True else reshard_after_forward, **options)
+    for slot in slots:
+        present = slot.current
+        if isinstance(present, DTensor):
+            at = torch.device(CPU.type) if cpu_offload else device
+            slot.put(torch.nn.Parameter(torch.empty_like(present, device=at), present.requires_grad))
+        elif present.device != device:
+            slot.put(torch.nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device=device), present.requires_grad))
+    for group in _groups(model):
+        for sharded in group.fsdp_params:
+            sharded.reset_sharded_param()  # which now finds memory of this rank in the place of the placeholder
+    return slots
+
+
+@torch.no_grad()
+def fill_from_rank_zero(model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh) -> None:
+    """Give every rank its rows of the parameters that rank 0 was given, and rank 0's buffers. One tensor is on its way at a time."""
+    rank = dist.get_rank()
+    for slot in slots:
+        target = slot.current
+        if isinstance(target, DTensor):
+            _scatter_rows(slot.parameter.detach() if rank == 0 else None, target, mesh)
+        else:
+            if rank == 0 and target is not slot.parameter:
+                target.copy_(slot.parameter)
+            dist.broadcast(target.detach(), 0)
+    for buffer in _own_buffers(model):
+        dist.broadcast(buffer, 0)
+
+
+def _own_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer.detach() for buffer in model.buffers() if not isinstance(buffer, DTensor)]
+
+
+def _scatter_rows(full: torch.Tensor | None, target: DTensor, mesh: DeviceMesh) -> None:
+    """Send each rank its rows of a tensor that rank 0 has; ranks of other replicas get the same rows."""
+    shards = mesh.size(mesh.ndim - 1)
+    rows = -(-target.shape[0] // shards)
+    local = target.to_local()
+    received = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=local.device)
+    sent = None
+    if full is not None:
+        padded = [_pad_rows(full[index * rows : (index + 1) * rows].to(received.device), rows) for index in range(shards)]
+        order = mesh.mesh.reshape(-1, shards).tolist()  # global ranks, one line for each replica
+        shard_of = {rank: index for line in order for index, rank in enumerate(line)}
+        sent = [padded[shard_of[rank]] for rank in range(dist.get_world_size())]
+    dist.scatter(received, sent, src=0)
+    local.copy_(received[: local.shape[0]])
+
+
+def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
+    if part.shape[0] == rows:
+        return part.contiguous()
+    padded = part.new_zeros((rows, *part.shape[1:]))
+    padded[: part.shape[0]] = part
+    return padded
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def map_optimizer(optimizer: torch.optim.Optimizer, find: Callable[[torch.Tensor], torch.nn.Parameter | None]) -> bool:
+    """Let an optimizer work on the sharded forms of its parameters, with its groups and its state; return whether any changed.
+
+    `find` returns the sharded form of a full parameter, or None. State of a parameter's shape is sharded as the parameter is, from what
+    this rank holds of it; nothing is communicated.
+    """
+    changed = False
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            new = find(parameter)
+            if new is None:
+                continue
+            changed = True
+            group["params"][index] = new
+            if parameter in optimizer.state:
+                state = optimizer.state.pop(parameter)
+                optimizer.state[new] = {key: _shard_like(value, parameter, new) for key, value in state.items()}
+        if changed:
+            _avoid_mixed_kernels(optimizer, group)
+    return changed
+
+
+def _shard_like(value: Any, parameter: torch.Tensor, new: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor) or not isinstance(new, DTensor) or value.shape != parameter.shape:
+        return value
+    return distribute_tensor(value.to(new.device), new.device_mesh, new.placements, src_data_rank=None)
+
+
+def _avoid_mixed_kernels(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Take the plain loop for a group of sharded and whole parameters: kernels for many tensors refuse to mix the two."""
+    kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+    if len(kinds) < 2 or not (group.get("foreach") or group.get("fused") or group["params"][0].device.type != CPU.type):
+        return
+    given = [name for name in ("foreach", "fused") if name in group]
+    for name in given:
+        group[name] = False
+    if given:
+        get_logger(__name__).warning_once(
+            f"a group of {type(optimizer).__name__} has sharded parameters and some that every rank holds whole (scalars, ignored "
+            f"modules): it runs with {' and '.join(f'{name}=False' for name in given)}. Put those into a group of their own to avoid that."
+        )
