@@ -23,7 +23,8 @@ Every option can be set in several places. In order of precedence:
 
 1. an argument of the call in the script, such as `Accelerator(mixed_precision="bf16")`;
 2. a flag of `slipstream launch`, such as `--mixed_precision bf16` (`--mixed-precision` is the same);
-3. a variable, such as `SLIPSTREAM_MIXED_PRECISION=bf16` (an empty one counts as not set);
+3. a variable, such as `SLIPSTREAM_MIXED_PRECISION=bf16` (an empty one counts as not set); of several that mean the same, the
+   `SLIPSTREAM_` one;
 4. a file: that of `--config_file`, else of `SLIPSTREAM_CONFIG_FILE`, else `config.yaml` in `$SLIPSTREAM_HOME`,
    `$XDG_CONFIG_HOME/slipstream` or `~/.config/slipstream`;
 5. the default.

@@ -148,12 +148,11 @@ _REPLICAS: Final = "Without it, several processes train replicas of the model (D
 ABSENT: Final = (
     Absence(
         "the single steps of sharded training (FSDP)",
-        """compile_regions_fsdp2 convert_config_to_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
+        """compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
         fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         get_parameters_from_modules load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer""",
         "Pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)) and use accelerator.prepare, save_state and load_state.",
-        commands="to-fsdp2",
     ),
     Absence(
         "merging the weights of sharded checkpoints",

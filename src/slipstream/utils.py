@@ -27,6 +27,7 @@ _NAMES = {
     "checkpoint.model_io": "clean_state_dict_for_safetensors",
     "checkpoint.object_file": "load save",
     "config.files": "write_basic_config",
+    "config.fsdp2": "convert_config_to_fsdp2",
     "config.handlers": "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProjectConfiguration",
     "config.sources": """clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_int_from_env
         parse_choice_from_env parse_flag_from_env patch_environment str_to_bool""",

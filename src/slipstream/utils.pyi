@@ -62,6 +62,7 @@ from slipstream.checkpoint.manifest import (
 from slipstream.checkpoint.model_io import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from slipstream.checkpoint.object_file import load as load, save as save
 from slipstream.config.files import write_basic_config as write_basic_config
+from slipstream.config.fsdp2 import convert_config_to_fsdp2 as convert_config_to_fsdp2
 from slipstream.config.handlers import (
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     InitProcessGroupKwargs as InitProcessGroupKwargs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -25,10 +26,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from slipstream import ConfigError, FullyShardedDataParallelPlugin
-from slipstream.config import for_worker, resolve, resolved_config
+from slipstream.config import OPTIONS, for_worker, resolve, resolved_config
 from slipstream.config.files import write_file
 from slipstream.config.schema import Sharding
-from slipstream.strategies.fsdp_options import ShardingOptions, resolve_sharding
+from slipstream.parallel.wrap_policy import plan_blocks
+from slipstream.strategies.fsdp_options import _OPTION_OF, ShardingOptions, resolve_sharding
 from slipstream.utils import patch_environment
 
 
@@ -282,10 +284,9 @@ class Block(nn.Linear):
     ],
 )
 def test_callable_policy(policy: Any) -> None:
-    """A policy of either version is a function of a module for the strategy."""
-    found = resolved(FullyShardedDataParallelPlugin(auto_wrap_policy=policy)).auto_wrap_policy
-    assert callable(found)
-    assert (found(Block(2, 2)), found(nn.Linear(2, 1))) == (True, False)
+    """A policy of either version finds the blocks."""
+    plan = plan_blocks(nn.Sequential(Block(2, 2), nn.Linear(2, 1)), resolved(FullyShardedDataParallelPlugin(auto_wrap_policy=policy)))
+    assert [name for name, _ in plan.blocks] == ["0"]
 
 
 def test_wrap_fields_without_effect() -> None:
@@ -302,7 +303,7 @@ def test_set_auto_wrap_policy() -> None:
     """Class names are looked for on the model: an unknown one is an error with those that exist."""
     model = nn.Sequential(Block(2, 2), nn.ReLU())
     plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Blok"])
-    with pytest.raises(ConfigError, match="names Blok, which the model does not have.\nIts classes are Sequential, Block, ReLU"):
+    with pytest.raises(ConfigError, match="no module of the class 'Blok' .from transformer_cls_names_to_wrap.*: Block"):
         plugin.set_auto_wrap_policy(model)
     model._no_split_modules = ["Block", "Elsewhere"]  # type: ignore[assignment]
     plugin = FullyShardedDataParallelPlugin()
@@ -325,6 +326,19 @@ def test_plugin_copies() -> None:
     again = copy.deepcopy(plugin)
     assert again == plugin
     assert resolved(again, fsdp_activation_checkpointing=True).activation_checkpointing
+
+
+def test_page_complete() -> None:
+    """The page of the options has a row for every field of the plugin, with its option and the variable of Accelerate."""
+    page = (Path(__file__).parents[2] / "docs" / "fsdp-options.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    for entry in dataclasses.fields(FullyShardedDataParallelPlugin):
+        if entry.init:
+            row = next(row for row in rows if f"`{entry.name}`" in row.split("|")[1])
+            option = OPTIONS.get(_OPTION_OF.get(entry.name, ""))
+            assert option is None or {f"`--{option.name}`", f"`{option.variable_aliases[0]}`"} <= {cell.strip() for cell in row.split("|")}
+    options = [option for option in OPTIONS.values() if option.section == "sharding"]
+    assert [option.name for option in options if f"`--{option.name}`" not in page] == []
 
 
 def test_quiet_without_version_1() -> None:

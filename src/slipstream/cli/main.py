@@ -24,6 +24,7 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "launch": "Run a script in one or more processes, on one or more machines.",
         "config": "Make or change a configuration file.",
+        "to-fsdp2": "Rewrite a configuration file of FSDP version 1 for version 2.",
         "env": "Describe this machine and installation, for a bug report.",
         "test": "Check that processes here can work together, and train.",
         "merge-weights": "Make one file of weights that lie in several.",

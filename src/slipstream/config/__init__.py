@@ -5,6 +5,7 @@
     resolve.py           constructor > flags > environment > file > default accelerate_config.py  files of `accelerate config`
     resolved_config.py   `Config`, its checks, and its way to the workers   names.py              names that are not options
     handlers.py          options that are objects (`KwargsHandler`)         redaction.py          secrets kept out of reports
+    fsdp2.py             options of FSDP version 1 become those of version 2
 
 Nothing here imports torch, click or rich, and PyYAML only when a file is read or written.
 """

@@ -29,7 +29,7 @@ from slipstream.config.schema import OPTIONS, SECTIONS
 from slipstream.config.sources import default_file_path, environment
 from slipstream.errors import ConfigError
 
-__all__ = ["ConfigFile", "VERSION", "back_up", "file_text", "parse_config_file", "write_basic_config", "write_file"]
+__all__ = ["ConfigFile", "VERSION", "back_up", "file_text", "parse_config_file", "write_basic_config", "write_data", "write_file"]
 
 
 VERSION: Final = 1
@@ -105,13 +105,16 @@ def file_text(values: Mapping[str, Value], *, as_json: bool = False) -> str:
     mixed_precision: 'no'
     """
     kept = {name: values[name] for name, option in OPTIONS.items() if option.in_file and values.get(name) is not None}
-    content = {"version": VERSION, **kept}
+    return ("" if as_json else _HEADER) + _data_text({"version": VERSION, **kept}, as_json=as_json)
+
+
+def _data_text(data: Mapping[str, Any], *, as_json: bool) -> str:
     if as_json:
-        return json.dumps(content, indent=2) + "\n"
+        return json.dumps(data, indent=2) + "\n"
     import yaml  # only here: most commands write no file
 
-    dumped: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
-    return _HEADER + dumped
+    dumped: str = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True, width=1000)
+    return dumped
 
 
 def write_file(path: str | os.PathLike[str], values: Mapping[str, Value], *, overwrite: bool = False) -> Path:
@@ -121,6 +124,12 @@ def write_file(path: str | os.PathLike[str], values: Mapping[str, Value], *, ove
         raise ConfigError(f"The file {place} exists already.\nGive another --config_file, or --overwrite to replace it.")
     _write_whole(place, file_text(values, as_json=place.suffix == ".json").encode())
     return place
+
+
+def write_data(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
+    """Write a file with these keys as they are, of whatever format; replace what is there."""
+    place = Path(os.path.expanduser(path))
+    _write_whole(place, _data_text(data, as_json=place.suffix == ".json").encode())
 
 
 def back_up(path: str | os.PathLike[str]) -> Path:

@@ -15,7 +15,19 @@ from typing import Any, Final, NamedTuple, get_args
 
 from slipstream.config.names import unknown_name
 from slipstream.config.option import Kind, Origin, Value, option_text, parse
-from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device, Launch, Parallelism, Safety, Sharding, split_pairs
+from slipstream.config.schema import (
+    OPTIONS,
+    RESHARD_OF,
+    SECTIONS,
+    Command,
+    Compute,
+    Device,
+    Launch,
+    Parallelism,
+    Safety,
+    Sharding,
+    split_pairs,
+)
 from slipstream.errors import ConfigError
 
 __all__ = [
@@ -146,6 +158,7 @@ def parse_choices(values: Mapping[str, object], kind: Kind, where: str) -> dict[
 
 def build_config(choices: Mapping[str, Choice], unused: tuple[UnusedKey, ...] = ()) -> Config:
     """Return a configuration from choices; the other options get their default."""
+    choices = _settle_strategy(choices)
     complete = {name: choices.get(name) or Choice(option.default, Origin("default")) for name, option in OPTIONS.items()}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, option in OPTIONS.items():
@@ -157,6 +170,25 @@ def build_config(choices: Mapping[str, Choice], unused: tuple[UnusedKey, ...] = 
     _check_devices(config)
     _check_sharding(config)
     return config
+
+
+def _settle_strategy(choices: Mapping[str, Choice]) -> Mapping[str, Choice]:
+    """Return the choices with one of `fsdp_sharding_strategy` and `fsdp_reshard_after_forward`, which mean the same: the stronger one."""
+    names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+    old, new = (choices.get(name) for name in names)
+    if old is None or new is None or "default" in (old.origin.kind, new.origin.kind) or old.value is None:
+        return choices
+    if old.origin.kind == new.origin.kind:
+        meant = option_text(RESHARD_OF[str(old.value)])
+        if new.value in (meant, old.value):
+            return choices
+        raise ConfigError(
+            f"{describe_option(choices, names[0])} contradicts {describe_option(choices, names[1])}: {old.value} means "
+            f"fsdp_reshard_after_forward {meant}.\nLeave fsdp_sharding_strategy out."
+        )
+    kinds = get_args(Kind)  # from the strongest
+    weaker = names[0] if kinds.index(old.origin.kind) > kinds.index(new.origin.kind) else names[1]
+    return {name: choice for name, choice in choices.items() if name != weaker}
 
 
 def _check_processes(config: Config) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Final, get_type_hints
 from slipstream.config.option import Option, Value, declare, from_field
 
 __all__ = [
-    "OPTIONS", "SECTIONS", "SHARDING_STRATEGIES", "Command", "Compute", "Device", "Launch", "Parallelism", "Safety", "Sharding",
-    "sharding_strategy_name", "split_pairs",
+    "OPTIONS", "RESHARD_OF", "SECTIONS", "SHARDING_STRATEGIES", "Command", "Compute", "Device", "Launch", "Parallelism", "Safety",
+    "Sharding", "sharding_strategy_name", "split_pairs",
 ]
 
 _DYNAMO_BACKENDS: Final = ("no", "eager", "aot_eager", "inductor", "cudagraphs", "tvm")
@@ -25,6 +25,8 @@ _DYNAMO_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autot
 _LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 SHARDING_STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """The strategies of FSDP version 1, in the order in which torch numbers them from 1."""
+RESHARD_OF: Final = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+"""What such a strategy means for `fsdp_reshard_after_forward` of version 2."""
 
 
 def split_pairs(text: str) -> dict[str, str]:
@@ -361,7 +363,7 @@ class Sharding:
     )
     fsdp_sharding_strategy: str | None = declare(
         None,
-        choices=tuple(name for name in SHARDING_STRATEGIES if name != "NO_SHARD"),
+        choices=tuple(RESHARD_OF),
         usual=sharding_strategy_name,
         check=_complaint_no_shard,
         example="FULL_SHARD",

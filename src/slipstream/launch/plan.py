@@ -253,6 +253,9 @@ def _environment(config: Config, environ: Mapping[str, str], machine: MachineSpe
     ids = device_ids(config.launch.gpu_ids)
     if ids is not None and machine.accelerators.variable and not config.device.cpu:
         found[machine.accelerators.variable] = ",".join(ids)
+    if config.sharding.use_fsdp and config.sharding.fsdp_cpu_ram_efficient_loading:
+        # transformers reads these two: it then loads weights on the main process only
+        found |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     if config.launch.num_machines == 1 and not alone:
         found["GLOO_SOCKET_IFNAME"] = "lo" if machine.platform == "linux" else "lo0"
     return found

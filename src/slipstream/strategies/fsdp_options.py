@@ -8,8 +8,6 @@ before `prepare` counts. The classes of `torch.distributed.fsdp` are imported on
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -17,10 +15,12 @@ from typing import Any, Final
 
 import torch
 
+from slipstream.config.fsdp2 import WITHOUT_EFFECT
 from slipstream.config.option import Origin, Value, parse
 from slipstream.config.resolve import for_worker
-from slipstream.config.schema import OPTIONS, Sharding
+from slipstream.config.schema import OPTIONS, RESHARD_OF, Sharding
 from slipstream.errors import ConfigError
+from slipstream.parallel.wrap_policy import plan_blocks
 
 __all__ = ["FullyShardedDataParallelPlugin", "ShardingOptions", "resolve_sharding"]
 
@@ -44,11 +44,8 @@ _OPTION_OF: Final[Mapping[str, str]] = {
 }
 """The option that completes each field of the plugin."""
 
-_RESHARD_OF: Final = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 _WITHOUT_EFFECT: Final = {
-    "backward_prefetch": "version 2 prefetches in the backward pass by itself",
-    "forward_prefetch": "version 2 prefetches in the forward pass by itself",
-    "use_orig_params": "parameters are always the original ones",
+    **WITHOUT_EFFECT,
     "limit_all_gathers": "version 2 limits its memory without it",
     "state_dict_config": "state_dict_type says it all",
     "optim_state_dict_config": "state_dict_type says it all",
@@ -149,7 +146,7 @@ class FullyShardedDataParallelPlugin:
         """Move a strategy of version 1 that was given as `reshard_after_forward` to the field that is for it."""
         if self.reshard_after_forward is not None:
             given = _normalize("reshard_after_forward", self.reshard_after_forward)
-            if given in _RESHARD_OF:
+            if given in RESHARD_OF:
                 self.sharding_strategy, self.reshard_after_forward = self.sharding_strategy or given, None
 
     def _translate(self, given: list[str]) -> list[str]:
@@ -159,19 +156,19 @@ class FullyShardedDataParallelPlugin:
             notes.append("fsdp_version=1 became 2, which is what runs here")
             self.fsdp_version = 2
         strategy = self.sharding_strategy
-        if self.reshard_after_forward in _RESHARD_OF:  # from the configuration
+        if self.reshard_after_forward in RESHARD_OF:  # from the configuration
             strategy = strategy or self.reshard_after_forward
         elif strategy is not None and "reshard_after_forward" in given:
-            if "sharding_strategy" in given and self.reshard_after_forward != _RESHARD_OF[strategy]:
+            if "sharding_strategy" in given and self.reshard_after_forward != RESHARD_OF[strategy]:
                 raise _error(
                     f"sharding_strategy={strategy!r}, reshard_after_forward={self.reshard_after_forward!r}",
-                    f"contradict each other: {strategy} means reshard_after_forward={_RESHARD_OF[strategy]}",
+                    f"contradict each other: {strategy} means reshard_after_forward={RESHARD_OF[strategy]}",
                     "Leave sharding_strategy out",
                 )
             strategy = strategy if "sharding_strategy" in given else None
         self._hybrid = strategy is not None and strategy.startswith("HYBRID")
         if strategy is not None:
-            self.reshard_after_forward = _RESHARD_OF[strategy]
+            self.reshard_after_forward = RESHARD_OF[strategy]
             mesh = " and a mesh that shards within a machine and replicates across machines, as " if self._hybrid else ""
             mesh += "ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=PROCESSES_OF_ONE) does" if self._hybrid else ""
             notes.append(f"sharding_strategy={strategy} became reshard_after_forward={self.reshard_after_forward}{mesh}")
@@ -212,20 +209,19 @@ class FullyShardedDataParallelPlugin:
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
-        """Find the classes to wrap on a model: those that were given, which have to be there, else those that the model names."""
-        if callable(self.auto_wrap_policy) or self.auto_wrap_policy in ("size_based_wrap", "no_wrap"):
-            return
-        names = self.transformer_cls_names_to_wrap or list(getattr(model, "_no_split_modules", None) or [])
-        present = {type(module).__name__: None for module in model.modules()}
-        missing = [name for name in names if name not in present]
-        if missing and self.transformer_cls_names_to_wrap:
-            raise _error(
-                f"transformer_cls_names_to_wrap={names!r}", f"names {', '.join(missing)}, which the model does not have",
-                f"Its classes are {', '.join(present)}",
-            )
-        self.transformer_cls_names_to_wrap = [name for name in names if name in present] or None
-        if self.transformer_cls_names_to_wrap:
+        """Find the blocks of a model: raise if a class is not there; without a policy, take the classes of the blocks that are found."""
+        plan = plan_blocks(
+            model,
+            ShardingOptions(
+                auto_wrap_policy=self.auto_wrap_policy,
+                transformer_cls_names_to_wrap=tuple(self.transformer_cls_names_to_wrap or ()),
+                min_num_params=self.min_num_params or ShardingOptions.min_num_params,
+                ignored_modules=_ignored(self.ignored_modules) if self.ignored_modules else None,
+            ),
+        )
+        if self.auto_wrap_policy is None and plan.blocks:
             self.auto_wrap_policy = "transformer_based_wrap"
+            self.transformer_cls_names_to_wrap = list(dict.fromkeys(type(module).__name__ for _, module in plan.blocks))
 
     # -- precision ------------------------------------------------------------------------------------------------
 
@@ -415,7 +411,7 @@ def resolve_sharding(plugin: FullyShardedDataParallelPlugin | None, config: Shar
     defaults = ShardingOptions()
     ignored = plugin.ignored_modules
     return ShardingOptions(
-        auto_wrap_policy=_module_policy(plugin.auto_wrap_policy) if callable(plugin.auto_wrap_policy) else plugin.auto_wrap_policy,
+        auto_wrap_policy=plugin.auto_wrap_policy,
         transformer_cls_names_to_wrap=tuple(plugin.transformer_cls_names_to_wrap or ()),
         min_num_params=plugin.min_num_params or defaults.min_num_params,
         reshard_after_forward=plugin.reshard_after_forward,
@@ -440,19 +436,3 @@ def _tell_unused(config: Sharding) -> None:
     given = [entry.name for entry in fields(config) if getattr(config, entry.name) != getattr(usual, entry.name)]
     if given:
         warnings.warn(f"{', '.join(given)} without use_fsdp: no effect. Add --use_fsdp, or pass an fsdp_plugin.", stacklevel=3)
-
-
-def _module_policy(policy: Callable[..., Any]) -> Callable[..., bool]:
-    """Return a policy as a function of a module; those of version 1 also take `recurse` and `nonwrapped_numel`."""
-    try:
-        names = inspect.signature(policy).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return policy
-    if "recurse" not in names:
-        return policy
-    return functools.partial(_call_version_1, policy)
-
-
-def _call_version_1(policy: Callable[..., Any], module: torch.nn.Module) -> bool:
-    size = sum(parameter.numel() for parameter in module.parameters())
-    return bool(policy(module=module, recurse=False, nonwrapped_numel=size))
