@@ -276,11 +276,8 @@ def test_checkpoint_of_ours_not_foreign(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("pytorch_model_fsdp_0/.metadata", "FSDP"),
-        ("pytorch_model_fsdp_0/__0_0.distcp", "FSDP"),
-        ("pytorch_model_fsdp.bin", "FSDP"),
-        ("optimizer_0/.metadata", "FSDP"),
-        (".metadata", "FSDP"),
+        ("pytorch_model_fsdp_0_rank0.bin", "FSDP"),
+        ("optimizer_0_rank1.bin", "FSDP"),
         ("pytorch_model/mp_rank_00_model_states.pt", "DeepSpeed"),
         ("zero_to_fp32.py", "DeepSpeed"),
     ],

@@ -248,7 +248,7 @@ def _sharded_state(folder: Path) -> None:
         ({"output": "new.bin"}, "does not fit safe_serialization=True"),
         ({"output": "saved"}, "is a checkpoint of save_state"),
         ({"folder": "saved", "remove": True}, "of which no files are removed"),
-        ({"folder": "sharded"}, "whose table of contents is a pickle"),
+        ({"folder": "sharded"}, "sharded/.metadata is damaged"),
     ],
 )
 def test_wrong_arguments(tmp_path, arguments, said, monkeypatch):

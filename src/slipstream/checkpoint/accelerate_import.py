@@ -1,6 +1,7 @@
 """Read checkpoints of Accelerate 1.x without trusting them.
 
     model.safetensors, model_1.safetensors, ...      weights; or pytorch_model.bin, ...; or shards with an index
+    pytorch_model_fsdp_0/, optimizer_0/, ...         under FSDP: folders of torch.distributed.checkpoint, or pytorch_model_fsdp.bin
     optimizer.bin, optimizer_1.bin, ...              state_dict() of optimizers; likewise scheduler.bin and scaler.pt
     sampler.bin, dl_state_dict.bin, ...              a pickled sampler, the position of a stateful loader: not read, as the order of
                                                      samples is another one here
@@ -8,9 +9,9 @@
     custom_checkpoint_0.pkl, ...                     registered objects
 
 All but the weights were written by torch.save, that is with pickle. Files are opened inside the folder alone and read as data by
-`pickle_reader.py`; nothing is unpickled unless `allow_pickle=True`, and then only files that hold more than data. Random states are
-checked before they are handed on. What could not be taken over is listed in `AccelerateCheckpoint.warnings`. Neither the folder nor a live
-object is changed.
+`pickle_reader.py`; nothing is unpickled unless `allow_pickle=True`, and then only files that hold more than data (never those of
+torch.distributed.checkpoint, whose tensors stay placeholders until a rank knows its part). Random states are checked before they are
+handed on. What could not be taken over is listed in `AccelerateCheckpoint.warnings`. Neither the folder nor a live object is changed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from typing import Any, Final
 import numpy
 import torch
 
-from slipstream.checkpoint.manifest import ACCELERATE_FILE, MANIFEST
-from slipstream.checkpoint.pickle_reader import NotPlainError, TorchFileValues, read_values
+from slipstream.checkpoint.dcp_metadata import DCP_METADATA
+from slipstream.checkpoint.dcp_reader import DcpFolder, open_dcp
+from slipstream.checkpoint.manifest import ACCELERATE_FILE, FSDP_MODEL_NAME, MANIFEST, OPTIMIZER_NAME
+from slipstream.checkpoint.pickle_reader import TorchFileValues, read_values
+from slipstream.checkpoint.pickle_records import NotPlainError
+from slipstream.checkpoint.sharded import TensorPlaceholders
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError
 from slipstream.devices.table import CPU, FAMILIES
@@ -117,9 +122,14 @@ def _try(set_state: Callable[[Any], Any], state: Any, what: str) -> None:
 _LARGEST_SMALL_FILE = 256 * 2**20
 _LARGEST_INDEX = 64 * 2**20
 _SAFE, _TORCH = ".safetensors", ".bin"
-_WEIGHTS: Final = (("model", _SAFE), ("pytorch_model", _TORCH))
+_WEIGHTS: Final = (("model", _SAFE), ("pytorch_model", _TORCH), (FSDP_MODEL_NAME, _TORCH), (FSDP_MODEL_NAME, _SAFE))
+_FSDP_PATTERN: Final = re.compile(rf"{FSDP_MODEL_NAME}(_\d{{1,9}})?(/|\.bin$|\.safetensors$)|{OPTIMIZER_NAME}_\d{{1,9}}/", re.ASCII)
 _OTHER_LAYOUTS: Final = (
-    (re.compile(r"pytorch_model_fsdp|optimizer_\d+/|(.*/)?\.metadata$|.*\.distcp$"), "sharded by FSDP", "accelerate merge-weights"),
+    (
+        re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin$"),
+        "of FSDP with a file for each rank",
+        "Accelerate, on as many processes and with use_dcp=True,",
+    ),
     (re.compile(r"pytorch_model(_\d+)?/|zero_to_fp32\.py$|(.*/)?mp_rank_\d+"), "of DeepSpeed or Megatron", "the script that came with it"),
 )
 
@@ -131,6 +141,7 @@ class AccelerateCheckpoint:
     models: list[dict[str, Any]]
     """State dicts. Of tied weights in safetensors files one name alone is there."""
     optimizers: list[dict[str, Any]]
+    """States of optimizers; those of FSDP go by names of parameters instead of numbers."""
     schedulers: list[dict[str, Any]]
     scaler: dict[str, Any] | None
     ranks: dict[int, dict[str, Any]]
@@ -145,6 +156,8 @@ class AccelerateCheckpoint:
     """What could not be taken over, a sentence each."""
     unread: set[int] = field(default_factory=set)
     """Numbers of registered objects that are there and could not be read."""
+    placeholders: TensorPlaceholders = field(default_factory=TensorPlaceholders)
+    """What stands in `models` and `optimizers` for tensors in folders of torch.distributed.checkpoint."""
 
 
 def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -161,7 +174,7 @@ def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
         return False
     with ConfinedFolder(folder) as opened:
         names = _names(opened)
-    return MANIFEST not in names and (any(map(ACCELERATE_FILE.fullmatch, names)) or _other_layout(names) is not None)
+    return MANIFEST not in names and (any(map(_marks_checkpoint, names)) or _other_layout(names) is not None)
 
 
 def read_accelerate_checkpoint(
@@ -184,6 +197,11 @@ def _names(folder: ConfinedFolder) -> frozenset[str]:
     return frozenset([*folder.names(refused), *refused])
 
 
+def _marks_checkpoint(name: str) -> bool:
+    """Whether a name is one of a checkpoint of Accelerate, or of a folder of torch.distributed.checkpoint."""
+    return bool(ACCELERATE_FILE.fullmatch(name) or _FSDP_PATTERN.match(name)) or name == DCP_METADATA
+
+
 def _other_layout(names: frozenset[str]) -> tuple[str, str, str] | None:
     return next(((name, what, remedy) for pattern, what, remedy in _OTHER_LAYOUTS for name in sorted(names) if pattern.match(name)), None)
 
@@ -194,11 +212,11 @@ def _check_layout(folder: ConfinedFolder, names: frozenset[str]) -> None:
     other = _other_layout(names)
     if other is not None:
         raise CheckpointError(
-            f"{folder.path} holds a checkpoint {other[1]} ({other[0]}), whose tensors are spread over files in pieces. Those are not read "
+            f"{folder.path} holds a checkpoint {other[1]} ({other[0]}), whose tensors are spread over files. Those are not read "
             f"here. Join the weights with {other[2]} first, and load them with load_checkpoint_in_model; or save the state again without "
             "sharding."
         )
-    if not any(map(ACCELERATE_FILE.fullmatch, names)):
+    if not any(map(_marks_checkpoint, names)):
         there = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
         raise CheckpointError(
             f"{folder.path} is no checkpoint: expected was a {MANIFEST} (Slipstream), or files like optimizer.bin and random_states_0.pkl "
@@ -214,10 +232,13 @@ class _FolderReader:
         self._names = names
         self._allow_pickle = allow_pickle
         self._warnings: list[str] = []
+        self._placeholders = TensorPlaceholders()
 
     def read(self, ranks: Container[int] | None) -> AccelerateCheckpoint:
         models = [self._model(number) for number in range(self._count_of_models())]
-        optimizers = [self._state(name, _check_optimizer) for name in self._in_a_row("optimizer", ".bin")]
+        optimizers = [self._optimizer(name) for name in self._in_a_row(OPTIMIZER_NAME, ".bin", folders=True)]
+        if DCP_METADATA in self._names:
+            models, optimizers = self._dcp_states()
         schedulers = [self._state(name) for name in self._in_a_row("scheduler", ".bin")]
         scaler = self._state("scaler.pt", _check_scaler) if "scaler.pt" in self._names else None
         custom = self._numbered("custom_checkpoint", ".pkl", first=0)
@@ -227,7 +248,9 @@ class _FolderReader:
         if not models:
             self._warnings.append(f"{self._folder.path} holds no weights under a name that Accelerate gives; a hook may have written them")
         self._say_differences(bool(schedulers), world)
-        return AccelerateCheckpoint(models, optimizers, schedulers, scaler, states, objects, step, world, self._warnings, unread)
+        return AccelerateCheckpoint(
+            models, optimizers, schedulers, scaler, states, objects, step, world, self._warnings, unread, self._placeholders
+        )
 
     def _say_differences(self, has_schedulers: bool, world: int) -> None:
         data_files = [name for stem in ("sampler", "dl_state_dict") for _, name in self._numbered(stem, ".bin")]
@@ -254,8 +277,15 @@ class _FolderReader:
         found = [(int(match[1]), name) for name in self._names if (match := pattern.fullmatch(name)) and int(match[1]) >= first]
         return sorted([*found, *([(0, f"{stem}{suffix}")] if first and f"{stem}{suffix}" in self._names else [])])
 
-    def _in_a_row(self, stem: str, suffix: str) -> list[str]:
-        found = self._numbered(stem, suffix)
+    def _folders(self, stem: str) -> list[tuple[int, str]]:
+        """Return number and name of the folders `stem_0`, `stem_1`, ..."""
+        pattern = re.compile(rf"({stem}_(0|[1-9]\d{{0,5}}))/", re.ASCII)
+        return sorted({(int(match[2]), match[1]) for name in self._names if (match := pattern.match(name))})
+
+    def _in_a_row(self, stem: str, suffix: str, *, folders: bool = False) -> list[str]:
+        files = self._numbered(stem, suffix)
+        taken = {number for number, _ in files}
+        found = sorted([*files, *((number, name) for number, name in (self._folders(stem) if folders else []) if number not in taken)])
         for expected, (number, name) in enumerate(found):
             if number != expected:
                 raise CheckpointError(f"{self._folder.path} has {name}, not {_numbered_name(stem, suffix, expected)}: a part is missing")
@@ -263,6 +293,7 @@ class _FolderReader:
 
     def _count_of_models(self) -> int:
         numbers = {number for stem, suffix in _WEIGHTS for kind in ("", ".index.json") for number, _ in self._numbered(stem, suffix + kind)}
+        numbers |= {number for number, _ in self._folders(FSDP_MODEL_NAME)}
         missing = set(range(len(numbers))) - numbers
         if missing:
             raise CheckpointError(f"{self._folder.path} has weights of model {max(numbers)}, not of {min(missing)}: a part is missing")
@@ -333,12 +364,46 @@ class _FolderReader:
             for kind in ("", ".index.json")
             if (name := _numbered_name(stem, suffix + kind, number)) in self._names
         ]
+        found += [(name, "/", False) for place, name in self._folders(FSDP_MODEL_NAME) if place == number]
         for name, _, _ in found[1:]:
             self._warnings.append(f"{self._where(name)} was not read, because {found[0][0]} holds weights of the same model")
         name, suffix, is_index = found[0]
         return self._sharded(name, suffix) if is_index else self._weights(name, suffix)
 
+    def _optimizer(self, name: str) -> dict[str, Any]:
+        if name.endswith(".bin"):
+            return self._state(name, _check_optimizer)
+        return self._dcp_optimizer(self._open_dcp(name), OPTIMIZER_NAME)
+
+    def _open_dcp(self, name: str) -> DcpFolder:
+        return open_dcp(self._folder.path / name)
+
+    def _dcp_optimizer(self, folder: DcpFolder, key: str) -> dict[str, Any]:
+        """Return the state of an optimizer. Counts of steps are read now, other tensors when a rank knows which part it needs."""
+        placeholders = self._placeholders.add(folder.tensors)
+        small = {id(placeholder): folder.tensors[name] for name, placeholder in placeholders.items() if not placeholder.dim()}
+        state = {"state": {}, **_replaced(folder.state(key), small)}
+        if problem := _check_optimizer(state):
+            raise CheckpointError(f"{folder.tensors.where} cannot be used: it {problem}")
+        return state
+
+    def _dcp_weights(self, folder: DcpFolder) -> dict[str, Any]:
+        weights = folder.weights()
+        tensors = self._placeholders.add(weights.tensors)
+        return {**tensors, **{other: tensors[kept] for other, kept in weights.aliases.items() if kept in tensors}, **weights.extra}
+
+    def _dcp_states(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the model and the optimizer in a folder that is itself one of torch.distributed.checkpoint."""
+        folder = self._open_dcp("")
+        nested = {path[0] for path in folder.metadata.paths.values() if len(path) > 1}
+        if not nested:
+            return [self._dcp_weights(folder)], []
+        optimizers = [key for key in ("optimizer", "optim") if key in nested]
+        return [self._dcp_weights(folder)], [self._dcp_optimizer(folder, key) for key in optimizers[:1]]
+
     def _weights(self, name: str, suffix: str) -> dict[str, Any]:
+        if suffix == "/":
+            return self._dcp_weights(self._open_dcp(name))
         if suffix == _TORCH:
             return self._state(name, _check_weights, views=True)  # they are copied into a model
         buffer = self._buffer(name)
@@ -417,12 +482,21 @@ def _check_optimizer(state: dict[str, Any]) -> str | None:
         return "is no state of an optimizer: it has no list param_groups or no mapping state"
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         return "has a group of parameters without a list of them"
-    numbers = {number for group in groups for number in group["params"] if type(number) is int}
-    if len(numbers) != sum(len(group["params"]) for group in groups):
-        return "does not number its parameters, each once; states that go by names are those of sharded models"
-    if not all(type(number) is int and number in numbers and isinstance(state, dict) for number, state in states.items()):
+    given = [key for group in groups for key in group["params"]]
+    kind = str if any(type(key) is str for key in given) else int  # states of sharded models go by names
+    keys = {key for key in given if type(key) is kind}
+    if len(keys) != len(given):
+        return "does not number its parameters, each once, nor name them"
+    if not all(type(key) is kind and key in keys and isinstance(state, dict) for key, state in states.items()):
         return "has a state of a parameter that is in none of its groups"
     return None
+
+
+def _replaced(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
+    """Return a state with tensors in the place of placeholders."""
+    if isinstance(value, dict):
+        return {key: _replaced(item, made) for key, item in value.items()}
+    return [_replaced(item, made) for item in value] if isinstance(value, list) else made.get(id(value), value)
 
 
 def _check_scaler(state: dict[str, Any]) -> str | None:

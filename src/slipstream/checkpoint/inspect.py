@@ -141,7 +141,7 @@ def survey_folder(given: str, folder: Path) -> FolderSurvey:
     if itself.manifest is not None or os.path.lexists(folder / MANIFEST):
         found = [itself] if itself.manifest is not None else []
         return FolderSurvey(given, folder, found, [] if found else [itself], single=True)
-    if "Accelerate" in itself.why:
+    if "Accelerate" in itself.why or "torch.distributed.checkpoint" in itself.why:
         return FolderSurvey(given, folder, others=[itself], single=True)
     looks = list(_summaries(folder))
     return FolderSurvey(

@@ -342,6 +342,7 @@ def _read_accelerate(folder: Path, allow_pickle: bool) -> SavedState | None:
         updates=[{"updates": count, "skipped": False} for count in updates],
         rank=lambda rank: {"random": found.ranks[rank]} if rank in found.ranks else None,
         warnings=found.warnings,
+        placeholders=found.placeholders,
     )
 
 

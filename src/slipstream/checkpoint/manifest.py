@@ -29,10 +29,13 @@ __all__ = [
     "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
     "checkpoint_number", "open_listed_file", "parse_manifest", "pending_rank_files", "rank_file_prefix", "rank_files", "rank_marker",
     "rank_markers", "read_manifest", "read_manifest_or_none", "split_stamp", "unfinished_rank_files",
+    "FSDP_MODEL_NAME",
 ]
 
 
 MODEL_NAME: Final = "pytorch_model"
+FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
+"""What Accelerate calls weights that it saved under FSDP."""
 SAFE_MODEL_NAME: Final = "model"
 OPTIMIZER_NAME: Final = "optimizer"
 SCHEDULER_NAME: Final = "scheduler"
@@ -225,6 +228,11 @@ def _missing_manifest_error(folder: Path) -> str:
     if any(map(ACCELERATE_FILE.fullmatch, names)):
         why = f"it has no {MANIFEST}. load_state reads it, and save_state makes one of ours"
         return f"{folder} is a checkpoint of Accelerate, or looks like one: {why}"
+    if any(name.endswith(".metadata") or name.startswith(f"{FSDP_MODEL_NAME}_") for name in names):
+        return (
+            f"{folder} was written by torch.distributed.checkpoint: it has no {MANIFEST}. load_state and load_checkpoint_in_model read it, "
+            "and `slipstream checkpoint show`, `verify` and `diff` look into it"
+        )
     held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
     return f"{folder} is no checkpoint, or one whose save did not come to its end: it has no {MANIFEST} (it holds {held})"
 

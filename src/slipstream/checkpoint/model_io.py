@@ -222,7 +222,7 @@ def _load(
             raise CheckpointError(
                 f"{where} has {twice[0]!r} in two files, {homes[twice[0]]} and {name}. Save it again, or remove one of them."
             )
-        forms |= {key: tensor.to("meta") for key, tensor in file.tensors.items()}
+        forms |= {key: tensor.to("meta") for key, tensor in (file.forms or file.tensors).items()}
         homes |= dict.fromkeys(file.tensors, name)
         aliases |= file.aliases
     extra = source.read_extra()
@@ -273,7 +273,7 @@ def merge_weights(
     progress: Progress | None = None,
     disk: Disk | None = None,
 ) -> Path:
-    """Write the weights in a folder (or those of an index) as one file, and return its path.
+    """Write the weights in a folder (or those of an index, or of a folder of torch.distributed.checkpoint) as one file; return its path.
 
     `output` is a folder, in which the file is `model.safetensors`, or the path of a file. `remove` deletes the files that were merged,
     once the new one has been verified. With `safe_serialization=False` the file is `pytorch_model.bin`, by `torch.save`. `progress` is told
@@ -287,7 +287,6 @@ def merge_weights(
     (3, 'model.safetensors')
     """
     path = check_local_path(folder, "folder")
-    _refuse_sharded_state(path)
     source = find_weights(path)
     target = _target(check_local_path(output, "output"), safe_serialization)
     _check(source, target, remove=remove)
@@ -303,15 +302,6 @@ def merge_weights(
     if remove:
         _remove(source, target, checksum, disk)
     return target
-
-
-def _refuse_sharded_state(path: Path) -> None:
-    folder = path if path.is_dir() else path.parent
-    if (folder / ".metadata").exists() and any(folder.glob("*.distcp")):
-        raise ConfigError(
-            f"{folder} was written by torch.distributed.checkpoint, whose table of contents is a pickle; it is not read here. "
-            "Convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch` if you trust it."
-        )
 
 
 def _target(output: Path, safe_serialization: bool) -> Path:
@@ -330,7 +320,7 @@ def _target(output: Path, safe_serialization: bool) -> Path:
 
 
 def _check(source: WeightSource, target: Path, *, remove: bool) -> None:
-    sources = [source.folder / name for name in source.files]
+    sources = [source.folder / name for name in source.stored_files()]
     if target.exists() and any(source.exists() and source.samefile(target) for source in sources):
         raise ConfigError(f"output={str(target)!r} is one of the files that would be merged. Write to another folder.")
     if (target.parent / MANIFEST).exists():
@@ -347,7 +337,9 @@ def _merge(files: AtomicFiles, source: WeightSource, target: Path, progress: Pro
     told = {other: kept for other, kept in aliases.items() if other != "format"}
     header, layout = plan_layout([(tensor.name, DTYPES[tensor.dtype], tensor.shape) for tensor in tensors], {"format": "pt", **told})
     checksum = files.add(target.name, _merged_chunks(source, tensors, header, layout.size, progress), layout.size).checksum
-    if source.extra is not None:
+    if source.dcp is not None and (extra := source.read_extra()):
+        write_part(files.add, f"{target.name.partition('.')[0]}_extra", extra, "the state dict")
+    elif source.extra is not None:
         data = source.read_bytes(source.extra)
         files.add(f"{target.name.partition('.')[0]}_extra{Path(source.extra).suffix}", [data], len(data))
     return checksum
@@ -433,7 +425,7 @@ def _all_weights(source: WeightSource) -> Mapping[str, Any]:
 def _remove(source: WeightSource, target: Path, checksum: str, disk: Disk) -> None:
     if disk.sync_file(target).checksum != checksum:
         raise CheckpointError(f"{target} is not what was written: the disk may be failing. Nothing was removed from {source.folder}.")
-    merged = [name for name in (source.index, *source.files, source.extra) if name is not None]
+    merged = [name for name in (source.index, *source.stored_files(), source.extra) if name is not None]
     try:
         for name in merged:
             if not (source.folder / name).samefile(target):

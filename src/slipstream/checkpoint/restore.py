@@ -20,6 +20,7 @@ import torch
 
 from slipstream.checkpoint.capture import count_updates, current_settings, describe_changes
 from slipstream.checkpoint.locate import SavedModel, SavedState, is_one_of_several, locate_checkpoint
+from slipstream.checkpoint.optimizer_names import goes_by_names, number_parameters, parameter_names
 from slipstream.checkpoint.sharded import BrokenShardError, TensorPlaceholders, is_sharded, local_box, reshard
 from slipstream.checkpoint.weights import arrange_state_dict, check_fit, load_into
 from slipstream.devices import rng
@@ -124,6 +125,7 @@ def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _Restor
             "matched in order, and the rest is ignored"
         )
     _check_models(saver, saved, options)
+    saved = _number_optimizers(components, saved)
     for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
         _check_optimizer(saved.where, number, stored, optimizer)
     saved = _reshard_saved_state(components, saver.objects, saved, strict=options.strict is not False)
@@ -187,6 +189,23 @@ def _check_models(saver: Saver, saved: SavedState, options: LoadOptions) -> None
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
         report = check_fit(models[number].original, shapes, stored.aliases, stored.extra)
         report.demand(saved.where, type(models[number].original).__name__, strict=options.strict is not False)
+
+
+def _number_optimizers(components: Components, saved: SavedState) -> SavedState:
+    """Return the same with numbers in states of optimizers that go by names of parameters, as those of FSDP do."""
+    if not any(map(goes_by_names, saved.optimizers or [])):
+        return saved
+    names = parameter_names(model.original for model in components.stepper.models)
+    groups = [optimizer.param_groups for optimizer in components.registry.optimizers]
+    return replace(
+        saved,
+        optimizers=[
+            number_parameters(stored, groups[number], names, f"{saved.where}: optimizer {number}")
+            if goes_by_names(stored) and number < len(groups)
+            else stored
+            for number, stored in enumerate(saved.optimizers or [])
+        ],
+    )
 
 
 def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> None:

@@ -8,6 +8,7 @@ nor leave gaps; `cover_box` verifies that. Nothing here imports torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ SHARDING: Final = "DCP_SHARDING_INFO"
 _OFFSETS: Final = "saved_offsets"
 _SHAPE: Final = "global_shape"
 _LARGEST: Final = 2**63 - 1
+_MOST_CORNERS: Final = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,21 @@ def cover_box(boxes: Iterable[Box], wanted: Box) -> Iterator[tuple[int, Box]]:
     found = [(index, part) for index, box in enumerate(boxes) if (part := intersect(box, wanted)) is not None]
     if sum(part.volume for _, part in found) != wanted.volume:
         raise ValueError("the shards do not cover it")
-    if any(intersect(part, other) for count, (_, part) in enumerate(found) for _, other in found[:count]):
+    if found and not _tile([part for _, part in found], wanted):
         raise ValueError("two shards overlap")
     yield from found
+
+
+def _tile(parts: Sequence[Box], wanted: Box) -> bool:
+    """Whether parts of a box, which together have its volume, cover it without overlap.
+
+    They do if, corner by corner, an even number of the boxes and the wanted one have a corner at each point: then every element of the
+    wanted box is in an odd number of them, and with the volumes equal that is one. So no two of them have to be compared.
+    """
+    cut = [dim for dim in range(len(wanted.shape)) if any(part.shape[dim] != wanted.shape[dim] for part in parts)]
+    if (len(parts) + 1) << len(cut) > _MOST_CORNERS:
+        raise ValueError(f"{len(parts)} shards, cut in {len(cut)} dims, are more than can be compared")
+    odd: set[tuple[int, ...]] = set()
+    for box in (wanted, *parts):
+        odd.symmetric_difference_update(itertools.product(*((box.offset[dim], box.offset[dim] + box.shape[dim]) for dim in cut)))
+    return not odd

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,7 +29,7 @@ from slipstream.files.disk import FileEntry
 from slipstream.files.safetensors_layout import TensorEntry, read_layout
 
 __all__ = [
-    "BrokenShardError", "LocalShard", "ShardFiles", "TensorPlaceholders", "is_sharded", "local_box", "local_shard",
+    "BrokenShardError", "LocalShard", "ShardFiles", "StoredShards", "TensorPlaceholders", "is_sharded", "local_box", "local_shard",
     "local_shards", "open_shards", "replicate_like", "reshard", "shard_like",
 ]
 
@@ -196,13 +196,23 @@ class ShardFiles(Mapping[str, torch.Tensor]):
         return assembled
 
 
+class StoredShards(Protocol):
+    """Tensors stored in shards: in our files (`ShardFiles`), or in torch's (`dcp_reader.DcpTensors`)."""
+
+    where: str
+    placeholders: dict[str, torch.Tensor]
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor in new memory."""
+
+
 class TensorPlaceholders:
     """The stored tensors behind placeholders."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ShardFiles, str, torch.Tensor]] = {}
+        self._known: dict[int, tuple[StoredShards, str, torch.Tensor]] = {}
 
-    def add(self, files: ShardFiles) -> dict[str, torch.Tensor]:
+    def add(self, files: StoredShards) -> dict[str, torch.Tensor]:
         """Return placeholders for all tensors in these shard files, by name."""
         self._known |= {id(tensor): (files, name, tensor) for name, tensor in files.placeholders.items()}
         return files.placeholders

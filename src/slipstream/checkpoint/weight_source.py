@@ -1,4 +1,4 @@
-"""Weights on a disk: one file or several with an index, safetensors or `torch.save`, or a checkpoint of ours.
+"""Weights on a disk: files, safetensors or of `torch.save`, a checkpoint of ours, or a folder of torch.distributed.checkpoint.
 
 `find_weights` says what there is at a path. Nothing is trusted: names stay inside the folder, an index must be right about every tensor,
 and files of a checkpoint must have the checksums of its manifest. Files of `torch.save` are read as data by `pickle_reader.py`; old
@@ -14,14 +14,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError  # noqa: TID251 - the error of torch's restricted reader; nothing is unpickled here
 from typing import Any, Final
 
 import torch
 
+from slipstream.checkpoint.dcp_metadata import is_dcp_folder
+from slipstream.checkpoint.dcp_reader import DcpFolder, DcpWeights, open_dcp
 from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.manifest import (
+    FSDP_MODEL_NAME,
     MANIFEST,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -29,7 +33,8 @@ from slipstream.checkpoint.manifest import (
     WEIGHTS_NAME,
     read_manifest,
 )
-from slipstream.checkpoint.pickle_reader import NotPlainError, read_values
+from slipstream.checkpoint.pickle_reader import read_values
+from slipstream.checkpoint.pickle_records import NotPlainError
 from slipstream.checkpoint.sharded import open_shards
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError, read_archive
@@ -92,7 +97,10 @@ SHARDS_FILE: Final = "(shards)"
 _INDEX: Final = ".index.json"
 _SAFE: Final = ".safetensors"
 _TORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
-_USUAL: Final = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_FSDP_FOLDER: Final = f"{FSDP_MODEL_NAME}_0"
+_USUAL: Final = (
+    SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, f"{FSDP_MODEL_NAME}{_SAFE}", f"{FSDP_MODEL_NAME}.bin",
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,19 @@ class WeightSource:
     links_within: Path | None = None
     shards: tuple[str, ...] = ()
     """Files with shards of sharded tensors, which are opened as one file, `SHARDS_FILE`."""
+    dcp: DcpFolder | None = None
+    """The folder, where it is one of torch.distributed.checkpoint; its weights are opened as `SHARDS_FILE`."""
+
+    @cached_property
+    def _dcp_weights(self) -> DcpWeights:
+        assert self.dcp is not None
+        return self.dcp.weights()
+
+    def stored_files(self) -> list[str]:
+        """Return the names of the files that hold the weights."""
+        if self.dcp is not None:
+            return self.dcp.metadata.stored_files()
+        return [name for name in self.files if name != SHARDS_FILE] + list(self.shards)
 
     def open(self, name: str, *, verify: bool = True) -> WeightFile:
         """Return a file and its tensors: those that the index places there, if there is an index."""
@@ -144,6 +165,9 @@ class WeightSource:
         return WeightFile(where, buffer, self._chosen(name, _torch_tensors(buffer, where)), None, {})
 
     def _open_shards(self) -> WeightFile:
+        if self.dcp is not None:
+            tensors = self._dcp_weights.tensors
+            return WeightFile(str(self.folder), None, tensors, None, self._dcp_weights.aliases, tensors.placeholders)
         shards = open_shards(self.folder, self.shards, self.entries, self._mapped)
         return WeightFile(str(self.folder), None, shards, None, {}, shards.placeholders)
 
@@ -162,6 +186,8 @@ class WeightSource:
 
     def read_extra(self) -> dict[str, Any]:
         """Return what is no tensor."""
+        if self.dcp is not None:
+            return dict(self._dcp_weights.extra)
         if self.extra is None:
             return {}
         found = read_part(self.extra, self._mapped(self.extra), str(self.folder / self.extra))
@@ -252,12 +278,17 @@ def _in_folder(folder: Path) -> WeightSource:
     for name in _USUAL:
         if name in names:
             return _indexed(folder, name) if name.endswith(_INDEX) else _single(folder, name)
+    if is_dcp_folder(folder):
+        return WeightSource(folder, (SHARDS_FILE,), dcp=open_dcp(folder))
+    if (folder / _FSDP_FOLDER).is_dir():  # as Accelerate saves what is sharded
+        return _in_folder(folder / _FSDP_FOLDER)
     for found in ([name for name in names if name.endswith(_INDEX)], [name for name in names if name.endswith((_SAFE, *_TORCH))]):
         if len(found) == 1:
             return _indexed(folder, found[0]) if found[0].endswith(_INDEX) else _single(folder, found[0])
     there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
     raise CheckpointError(
-        f"{folder} holds no weights under a usual name ({', '.join(_USUAL)}); it holds {there}. Pass the path of one file, or of an index."
+        f"{folder} holds no weights under a usual name ({', '.join(_USUAL[:4])}); it holds {there}. "
+        "Pass the path of one file, or of an index."
     )
 
 

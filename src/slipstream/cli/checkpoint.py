@@ -5,7 +5,8 @@
     slipstream checkpoint show runs/checkpoint_3        what is in one checkpoint
     slipstream checkpoint diff runs/checkpoint_3 other  exit code 0 if they are equal, 1 if not, 2 if one cannot be read
 
-Nothing here imports torch or changes a file. Text from files is escaped before it is printed.
+Folders of torch.distributed.checkpoint are looked into by the same commands. Nothing here changes a file, and only comparing such folders
+imports torch. Text from files is escaped before it is printed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final
 import click
 
 from slipstream.checkpoint import inspect
+from slipstream.checkpoint.dcp_inspect import find_dcp_problems
 from slipstream.checkpoint.inspect import (
     CheckpointSummary,
     FolderSurvey,
@@ -27,7 +29,7 @@ from slipstream.checkpoint.inspect import (
     split_duplicates,
     survey_location,
 )
-from slipstream.cli import checkpoint_view
+from slipstream.cli import checkpoint_dcp, checkpoint_view
 from slipstream.cli.text_format import escape_control, format_count, format_size
 from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError
@@ -118,10 +120,10 @@ def _verify(context: click.Context, places: tuple[str, ...]) -> None:
       slipstream checkpoint verify runs && echo all whole
     """
     with _as_click_errors():
-        surveys = _surveys(places)
+        wrong = sum(_verify_dcp(entry) for entry in places)
+        surveys = _surveys([entry for entry in places if not checkpoint_dcp.dcp_parts(entry)])
         if empty := [found.given for found in surveys if not found.checkpoints and not any(_claims(found))]:
             raise ConfigError(f"There is no checkpoint in {', '.join(map(redact, empty))}.\nGive a folder that save_state made.")
-        wrong = 0
         with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints]) as advance:
             for found in surveys:
                 for problem in _claims(found):
@@ -158,6 +160,11 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
       slipstream checkpoint show --tensors runs/checkpoint_3
       slipstream checkpoint show --json runs/checkpoint_3 | jq .receipt
     """
+    if parts := checkpoint_dcp.dcp_parts(place):
+        data = checkpoint_dcp.describe_dcp(place, parts, tensors=tensors)
+        for line in [json.dumps(data, indent=2)] if as_json else checkpoint_dcp.dcp_lines(data):
+            click.echo(line)
+        context.exit(1 if data["problems"] else 0)
     with _as_click_errors(), open_readable(find_single_checkpoint(place)) as entry:
         data = checkpoint_view.describe_checkpoint(entry, redact(place), tensors=tensors)
     if as_json:
@@ -192,14 +199,30 @@ def _diff(context: click.Context, first: str, second: str, everything: bool, as_
     with _as_click_errors(_Refusal):
         if split_duplicates([first, second])[1]:
             raise ConfigError(f"{redact(first)} and {redact(second)} are the same folder.\nGive two different checkpoints.")
-        with open_readable(find_single_checkpoint(first)) as left, open_readable(find_single_checkpoint(second)) as right:
-            sections = list(checkpoint_diff.compare_checkpoints(left, right))
+        parts = checkpoint_dcp.dcp_parts(first), checkpoint_dcp.dcp_parts(second)
+        checkpoint_dcp.require_same_kind(first, second, parts)
+        if parts[0]:
+            sections = list(checkpoint_dcp.compare_dcp(*parts))
+        else:
+            with open_readable(find_single_checkpoint(first)) as left, open_readable(find_single_checkpoint(second)) as right:
+                sections = list(checkpoint_diff.compare_checkpoints(left, right))
     if as_json:
         click.echo(json.dumps(checkpoint_diff.sections_as_data(sections), indent=2))
     else:
         for line in checkpoint_diff.diff_lines(sections, everything=everything):
             click.echo(line)
     context.exit(1 if any(section.apart for section in sections) else 0)
+
+
+def _verify_dcp(place: str) -> int:
+    """Print what is wrong with folders of torch.distributed.checkpoint at a place, and return how much that is."""
+    wrong = 0
+    for folder in checkpoint_dcp.dcp_parts(place).values():
+        problems = list(find_dcp_problems(folder))
+        wrong += len(problems)
+        for problem in problems or [f"{folder}: whole, as far as torch.distributed.checkpoint writes checksums"]:
+            click.echo(escape_control(problem))
+    return wrong
 
 
 def _surveys(places: Sequence[str]) -> list[FolderSurvey]:

@@ -33,7 +33,7 @@ from slipstream.cli.text_format import (
 )
 from slipstream.errors import CheckpointError
 
-__all__ = ["checkpoint_lines", "describe_checkpoint", "describe_survey", "survey_lines"]
+__all__ = ["checkpoint_lines", "content_line", "describe_checkpoint", "describe_survey", "survey_lines", "tensor_lines"]
 
 
 _TITLES = ("name", "step", "saved", "", "size", "processes", "metric", "whole", "")
@@ -244,23 +244,23 @@ def checkpoint_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[s
         yield "receipt"
         yield from (f"  {line}" for line in _nested(data["receipt"]))
     for model in data["models"]:
-        yield f"model {model['number']} ({escape_control(model['kind'])}): {_content(model, 'parameters')}"
+        yield f"model {model['number']} ({escape_control(model['kind'])}): {content_line(model, 'parameters')}"
         yield from (
             f"  {escape_control(name)} is tied to {escape_control(target)}" for name, target in list(model["aliases"].items())[:_MANY]
         )
         if len(model["aliases"]) > _MANY:
             yield f"  ... and {format_count(len(model['aliases']) - _MANY, 'more tied name')}"
-        yield from _tensors(model)
+        yield from tensor_lines(model)
     for place, entry in enumerate(data["optimizers"]):
         rates = ", ".join(shorten(rate) for rate in entry.get("learning_rates", []))
         inside = f", {format_count(entry['groups'], 'group')}, learning rate {rates}" if rates else ""
-        yield f"optimizer {place} ({escape_control(entry['kind'] or 'kind unknown')}): {_content(entry)}{inside}"
-        yield from _tensors(entry)
+        yield f"optimizer {place} ({escape_control(entry['kind'] or 'kind unknown')}): {content_line(entry)}{inside}"
+        yield from tensor_lines(entry)
     for title, entry in [("training", data["training"]), *((f"object {place}", entry) for place, entry in enumerate(data["objects"]))]:
         if entry is not None:
             held = f": {', '.join(escape_control(key) for key in entry['keys'][:_MANY])}" if entry.get("keys") else ""
-            yield f"{title} ({escape_control(entry['file'])}, {_content(entry)}){held}"
-            yield from _tensors(entry)
+            yield f"{title} ({escape_control(entry['file'])}, {content_line(entry)}){held}"
+            yield from tensor_lines(entry)
     for name in data["other_files"]:
         yield f"file {escape_control(name)}: {format_size(data['files'][name])}"
 
@@ -275,7 +275,8 @@ def _ranks(data: dict[str, Any]) -> str:
     return f"of rank {there or 'none'}" + (f"; those of {format_count(missing, 'process', 'processes')} are not in it" if missing else "")
 
 
-def _content(entry: dict[str, Any], elements: str = "elements") -> str:
+def content_line(entry: dict[str, Any], elements: str = "elements") -> str:
+    """Return how many tensors of which types there are, or why that is not known."""
     if "problem" in entry:
         return escape_control(entry["problem"])
     if not entry["tensors"]:
@@ -284,7 +285,8 @@ def _content(entry: dict[str, Any], elements: str = "elements") -> str:
     return f"{format_count(entry['tensors'], 'tensor')}, {entry['elements']:,} {elements} ({dtypes}), {format_size(entry['bytes'])}"
 
 
-def _tensors(entry: dict[str, Any]) -> Iterator[str]:
+def tensor_lines(entry: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each tensor that is listed."""
     for tensor in entry.get("tensor_list", ()):
         yield f"  {tensor['dtype']:<8} {tensor['shape']!s:<20} {escape_control(tensor['name'])}"
 

@@ -23,7 +23,7 @@ from slipstream.errors import CheckpointError
 from slipstream.files.checksum import Digest
 from slipstream.files.disk import copy_bytes, set_direct_io
 
-__all__ = ["check_fits_memory", "release_memory", "read_digest", "read_into", "read_whole"]
+__all__ = ["check_fits_memory", "release_memory", "read_digest", "read_into", "read_span", "read_whole"]
 
 _PIECE: Final = 4 << 20
 _READERS: Final = 2
@@ -64,6 +64,22 @@ def read_whole(
     _check_size(fd, size, where)
     memory = _memory(size, where)
     return memory, read_into(fd, [memory], digest=digest, where=where, alone=alone, advance=advance)
+
+
+def read_span(fd: int, start: int, end: int, *, where: str = "the file") -> memoryview:
+    """Return the bytes of an open file from `start` to `end`, in memory of their own that can be written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryFile() as file:
+    ...     _ = file.write(b"slipstream")
+    ...     file.flush()
+    ...     bytes(read_span(file.fileno(), 4, 10))
+    b'stream'
+    """
+    memory = _memory(end - start, where)
+    if memory:
+        _fill(fd, [memory], start, where)
+    return memory
 
 
 def read_into(
