@@ -5,6 +5,7 @@ Arguments are checked here; saving and loading are implemented in `checkpoint/`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -235,7 +236,7 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, (bool, str, bytes)):
         return False
     try:
-        return float(value) - float(value) == 0.0
+        return math.isfinite(value)
     except (TypeError, ValueError):
         return False
 

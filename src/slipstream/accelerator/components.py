@@ -28,7 +28,7 @@ from slipstream.devices.table import RNGType
 from slipstream.distributed import collectives
 from slipstream.distributed.gradient_state import GradientState
 from slipstream.distributed.state import AcceleratorState
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 from slipstream.logging import get_logger
 from slipstream.observability.options import GuardKwargs, LedgerKwargs, ProfileKwargs
 from slipstream.observability.timing.ledger import Ledger
@@ -313,8 +313,7 @@ def resolve_accumulation(
 
 
 def _check_effective_batch_size(size: int, steps: int | None) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"Accelerator(effective_batch_size={size!r}): write the number of samples per update, from 1")
+    check_count(size, f"Accelerator(effective_batch_size={size!r}): write the number of samples per update, from 1")
     if steps not in (None, 1):
         raise ConfigError(
             f"Accelerator(effective_batch_size={size}) derives the batches per update from the loader's batch size and the number of "

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.accelerator.components import AcceleratorBase
 from slipstream.distributed.gradient_state import GradientState
-from slipstream.errors import ConfigError
+from slipstream.errors import check_count
 from slipstream.precision.policy import AutocastKwargs, PrecisionPolicy
 from slipstream.training.stepper import AccumulateBlock
 
@@ -80,8 +80,7 @@ class TrainingLoopMixin(AcceleratorBase):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"gradient_accumulation_steps={value!r}: write a whole number of batches, from 1")
+        check_count(value, f"gradient_accumulation_steps={value!r}: write a whole number of batches, from 1")
         self._components.gradient_state.plugin.num_steps = value
 
     @property

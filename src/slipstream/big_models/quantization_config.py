@@ -19,7 +19,7 @@ from torch import nn
 from slipstream.big_models.device_map.sizes import CustomDtype
 from slipstream.devices.packages import import_quietly, silence_libraries
 from slipstream.devices.table import CPU
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 from slipstream.precision.autocast import transfer_hooks
 
 __all__ = [
@@ -133,8 +133,8 @@ class TorchaoQuantizationConfig:
         if self.weight_bits == 4 and self.group_size is None:
             self.group_size = _GROUP_SIZES[-1]
         size = self.group_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f"group_size={size!r} is no number of weights. Write one of {', '.join(map(str, _GROUP_SIZES))}.")
+        if size is not None:
+            check_count(size, f"group_size={size!r} is not a number of weights. Write one of {', '.join(map(str, _GROUP_SIZES))}.")
         if self.weight_bits == 4 and size not in _GROUP_SIZES:
             raise ConfigError(f"group_size={size!r} is not there in 4 bits. Write one of {', '.join(map(str, _GROUP_SIZES))}.")
         self.torch_dtype = None if self.torch_dtype is None else _parse_dtype(self.torch_dtype, "torch_dtype")

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 
 __all__ = ["GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "ProjectConfiguration"]
 
@@ -64,8 +64,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigError(f"GradientAccumulationPlugin(num_steps={steps!r}): write a whole number of batches, from 1")
+        if steps is not None:
+            check_count(steps, f"GradientAccumulationPlugin(num_steps={steps!r}): write a whole number of batches, from 1")
 
 
 @dataclass

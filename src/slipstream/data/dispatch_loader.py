@@ -28,7 +28,6 @@ from slipstream.data.plan import (
     LastBatchPolicy,
     RankPiece,
     RoundRobinPlan,
-    SampleOrder,
     SliceFunction,
     count_pieces,
     count_samples,
@@ -87,8 +86,7 @@ class DispatchLoader(PreparedLoader):
     def _given(self) -> tuple[int, ...]:
         if self._source.size is None:
             return (self._nominal,) * self.data_rank.world_size
-        plan = BatchPlan(self.data_rank.world_size, self._source.size, self.policy)
-        return plan.given if plan.full is None else plan.full.given
+        return BatchPlan(self.data_rank.world_size, self._source.size, self.policy).full_counts
 
     @property
     def _stride(self) -> int:
@@ -178,13 +176,6 @@ def _make_ready_batch_recipe(
     return BatchRecipe(RoundRobinPlan(ranks, None, policy, count_samples), ranks, everyone, collate, batched=False, cut=cut)
 
 
-def _global_batch_size(owner: DispatchLoader, batch_size: int) -> int:
-    ranks = owner.data_rank.world_size
-    if owner._per_rank is not None:
-        return owner._per_rank * ranks
-    return batch_size if owner.config.split_batches else batch_size * ranks
-
-
 class _StreamDispatchSource:
     """Iterable data."""
 
@@ -195,7 +186,7 @@ class _StreamDispatchSource:
             self.size = None
             self.recipe = _make_ready_batch_recipe(owner, cut, policy, original.collate_fn)
         else:
-            self.size = _global_batch_size(owner, original.batch_size)
+            self.size = owner._global_batch_size(original.batch_size)
             plan = BatchPlan(ranks, self.size, policy, original.drop_last)
             self.recipe = BatchRecipe(plan, self.size, tuple(range(ranks)), original.collate_fn, cut=cut)
         self.stride = self.recipe.block
@@ -285,7 +276,7 @@ class _MapDispatchSource:
         reader._epochs.seed = seed
         announce_epoch([original.dataset, *list_samplers(original)[1:]], epoch)
         order, head = reader._order(epoch, start, loader_pass, loaded)
-        walk = order if isinstance(order, Iterator) else _iterate_order(order)
+        walk = iter(order)
         if self.recipe is None:
             return self._together(walk, head, epoch, start)
         if start and head is None:  # what completes the last batch is read, and nothing else that comes before
@@ -336,7 +327,3 @@ def _read_with_batch_seeds(batches: Iterator[Any], seed: int, first: int) -> Ite
             yield from batches
             return
 
-
-def _iterate_order(order: SampleOrder) -> Iterator[Any]:
-    for begin in range(0, len(order), 4096):
-        yield from order.take(begin, begin + 4096)

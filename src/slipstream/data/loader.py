@@ -174,6 +174,12 @@ class PreparedLoader(DataLoader[Any]):
         """Samples that each rank is handed in a full batch (ones, where the size of a batch is not known)."""
         raise NotImplementedError
 
+    def _global_batch_size(self, batch_size: int) -> int:
+        """Return the size of a full batch of all ranks, given the batch size of the script's loader."""
+        if self._per_rank is not None:
+            return self._per_rank * self.data_rank.world_size
+        return batch_size if self.config.split_batches else batch_size * self.data_rank.world_size
+
     @property
     def _stride(self) -> int:
         """How far one full batch of all ranks moves the position."""

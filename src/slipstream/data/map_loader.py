@@ -39,7 +39,7 @@ from slipstream.data.random_state import SeededDataset, WorkerInit, derive_seed
 from slipstream.data.sampler_state import SamplerOrder
 from slipstream.distributed.gradient_state import BatchShares, LoaderPass
 from slipstream.distributed.scatter import agree_or_raise
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 from slipstream.logging import get_logger
 
 __all__ = ["DataLoaderCopy", "MapLoader", "RankBatchSampler", "samples_per_batch"]
@@ -213,11 +213,7 @@ class MapLoader(PreparedLoader):
             nominal = getattr(batch_sampler, "batch_size", None)
             kind: type[RoundRobinPlan] | type[BatchSplitPlan] = BatchSplitPlan if split else RoundRobinPlan
             return kind(ranks, nominal if isinstance(nominal, int) and nominal > 0 else None, self.policy)
-        if self._per_rank is not None:
-            size = self._per_rank * ranks
-        elif not split:
-            size *= ranks
-        return BatchPlan(ranks, size, self.policy, batch_sampler.drop_last)
+        return BatchPlan(ranks, self._global_batch_size(size), self.policy, batch_sampler.drop_last)
 
     def _make_ordering(self) -> SamplerOrder:
         original: Any = self.original
@@ -269,7 +265,7 @@ class MapLoader(PreparedLoader):
         if self._nominal:
             return (self._nominal,) * plan.world_size
         if isinstance(plan, BatchPlan):
-            return plan.given if plan.full is None else plan.full.given
+            return plan.full_counts
         each = plan.nominal or 1
         if isinstance(plan, RoundRobinPlan):
             return (each,) * plan.world_size
@@ -322,8 +318,7 @@ class MapLoader(PreparedLoader):
     def _check_extra_state(self, state: Mapping[str, Any]) -> None:
         self._ordering.check(state.get("order"))
         nominal = state.get("nominal", 0)
-        if isinstance(nominal, bool) or not isinstance(nominal, int) or nominal < 0:
-            raise ConfigError(f"the state of a loader has nominal={nominal!r}: the size of a batch is a whole number from 0")
+        check_count(nominal, f"the state of a loader has nominal={nominal!r}: a batch size is a whole number from 0", least=0)
 
     def _load_extra_state(self, position: LoadedPosition) -> LoadedPosition:
         self._ordering.restore(position.extra.get("order"), over=position.left or position.ended)
@@ -344,11 +339,9 @@ class MapLoader(PreparedLoader):
 
     def _preview(self) -> Iterator[Any]:
         (order, _), plan, rank = self._order(self._epochs.next), self._plan, self.data_rank.rank
-        if isinstance(order, Iterator):
-            return (piece for piece, _, _ in plan.pieces(order, rank))
-        if isinstance(plan, BatchPlan):
+        if isinstance(plan, BatchPlan) and isinstance(order, SampleOrder):
             return plan.iterate_listed(order, rank)
-        return (piece for piece, _, _ in plan.pieces(iter(order.take(0, len(order))), rank))
+        return (piece for piece, _, _ in plan.pieces(iter(order), rank))
 
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         original = self.original
@@ -357,13 +350,11 @@ class MapLoader(PreparedLoader):
         loader_pass = epochs.live[-1] if epochs.live else None
         order, head = open_agreed_order(self, epoch, start, lambda: self._order(epoch, start, loader_pass, epochs.loaded))
         plan = self._plan
-        if isinstance(order, Iterator):
-            drawn = self._drawn(plan.pieces(order, self.data_rank.rank, start, head=head), epoch, start)
-            return self._measured(drawn, epoch) if self._counts_rows else drawn
-        if isinstance(plan, BatchPlan):
-            known = self._known(plan, order, epoch, start)
-            return self._measured(known, epoch) if self._counts_rows else known
-        return self._drawn(plan.pieces(iter(order.take(0, len(order))), self.data_rank.rank, start), epoch, start)
+        if isinstance(plan, BatchPlan) and isinstance(order, SampleOrder):
+            batches = self._known(plan, order, epoch, start)
+        else:
+            batches = self._drawn(plan.pieces(iter(order), self.data_rank.rank, start, head=head), epoch, start)
+        return self._measured(batches, epoch) if self._counts_rows else batches
 
     def _known(self, plan: BatchPlan, order: SampleOrder, epoch: int, start: int) -> Iterator[HandedBatch]:
         """Yield the batches of an order that is known beforehand, counting down."""

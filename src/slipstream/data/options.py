@@ -15,7 +15,7 @@ import torch
 from slipstream.config.handlers import KwargsHandler
 from slipstream.distributed.gradient_state import GradientState
 from slipstream.distributed.guard import Channel, Limits
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 
 __all__ = ["DataLoaderConfiguration", "DataRank", "LoaderSettings"]
 
@@ -76,8 +76,8 @@ class DataLoaderConfiguration(KwargsHandler):
                 "load_state, the second does not. Leave out one of them."
             )
         seed = self.data_seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ConfigError(f"DataLoaderConfiguration(data_seed={seed!r}): a seed is a whole number from 0; write e.g. 42")
+        if seed is not None:
+            check_count(seed, f"DataLoaderConfiguration(data_seed={seed!r}): a seed is a whole number from 0; write e.g. 42", least=0)
 
     @property
     def resumes(self) -> bool:

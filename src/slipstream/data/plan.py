@@ -30,12 +30,13 @@ from slipstream.distributed import pytree
 from slipstream.distributed.codec import is_entries, is_items
 from slipstream.distributed.gradient_state import BatchShares
 from slipstream.distributed.split import count_per_rank
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 from slipstream.logging import get_logger
 
 __all__ = [
     "BatchPlan", "BatchSplitPlan", "ItemSplitPlan", "LastBatchPolicy", "RankPiece", "RoundRobinPlan", "SampleOrder", "SliceFunction",
-    "count_pieces", "count_samples", "keep_full_groups", "slice_for_ranks", "slice_rows", "split_effective_batch", "trim_order_to_updates",
+    "count_pieces", "count_samples", "keep_full_groups", "mark_last", "slice_for_ranks", "slice_rows", "split_effective_batch",
+    "trim_order_to_updates",
 ]
 
 
@@ -44,6 +45,9 @@ LastBatchPolicy = Literal["even", "exact", "ragged"]
 
 RankPiece = tuple[Any, "BatchShares | None", bool]
 """A rank's slice of one global batch (samples, or a whole batch), how the batch was shared, and whether it is the last one."""
+
+
+_CHUNK_LENGTH = 4096
 
 
 class SampleOrder:
@@ -55,6 +59,10 @@ class SampleOrder:
 
     def __len__(self) -> int:
         return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        for begin in range(0, self.length, _CHUNK_LENGTH):
+            yield from self.take(begin, begin + _CHUNK_LENGTH)
 
     def take(self, start: int, stop: int) -> list[Any]:
         """Return the samples at these positions as Python objects; fewer at the end of the order."""
@@ -100,6 +108,11 @@ class BatchPlan:
     def full(self) -> BatchShares | None:
         """How a full batch is shared."""
         return None if self.size % self.world_size == 0 else self._share_out(self.size)
+
+    @property
+    def full_counts(self) -> tuple[int, ...]:
+        """Samples that each rank is handed of a full batch, with padding."""
+        return self.given if self.full is None else self.full.given
 
     def share_last_batch(self, left: int) -> BatchShares:
         """Return how a short last batch of `left` samples is shared."""
@@ -300,7 +313,7 @@ class BatchSplitPlan:
         head, batches = _seek(batches, start, head, 1)
         first: Sequence[Any] = head[0] if head else ()
         nominal = self.nominal or len(first) or 1
-        for batch, is_last in _mark_last(batches):
+        for batch, is_last in mark_last(batches):
             size = len(batch)
             padded = -(-size // self.world_size) * self.world_size if self.policy == "even" else size
             plan = BatchPlan(self.world_size, max(1, padded), self.policy)
@@ -332,7 +345,7 @@ def _seek(order: Iterator[Any], start: int, head: Sequence[Any] | None, size: in
     return head, islice(chain(head, order), start, None)
 
 
-def _mark_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+def mark_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield each item and whether it is the last one; one item is read ahead."""
     for item in items:
         for following in items:
@@ -350,8 +363,7 @@ def split_effective_batch(effective: int, batch_size: int | None, world_size: in
     >>> split_effective_batch(64, 16, 2), split_effective_batch(64, 12, 2), split_effective_batch(64, 100, 2)
     ((16, 2), (8, 4), (32, 1))
     """
-    if isinstance(effective, bool) or not isinstance(effective, int) or effective < 1:
-        raise ConfigError(f"effective_batch_size={effective!r}: it is a whole number of samples from 1; write e.g. 64")
+    check_count(effective, f"effective_batch_size={effective!r}: write a whole number of samples from 1, e.g. 64")
     if split and batch_size is not None:
         batch_size = max(1, batch_size // world_size)
     if batch_size is None:
@@ -427,7 +439,7 @@ class ItemSplitPlan:
         """Yield the slices of a rank; one batch is read ahead. `head` as in `BatchPlan`."""
         head, items = _seek(order, start, head, 1)
         full = count_samples(head[0]) if head else 0
-        for item, is_last in _mark_last(items):
+        for item, is_last in mark_last(items):
             real = tuple(count_per_rank(count_samples(item), self.world_size))
             given = tuple(max(1, count) for count in real)
             begin = sum(real[:rank]) if real[rank] else 0

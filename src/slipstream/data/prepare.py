@@ -25,7 +25,7 @@ from slipstream.data.random_state import derive_seed
 from slipstream.distributed import collectives
 from slipstream.distributed.current import current
 from slipstream.distributed.gradient_state import GradientState
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 from slipstream.logging import get_logger
 
 __all__ = ["build_loader", "choose_seed", "prepare_data_loader", "skip_first_batches"]
@@ -195,8 +195,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     >>> list(skip_first_batches(DataLoader(range(6), batch_size=2), 2))
     [tensor([4, 5])]
     """
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ConfigError(f"skip_first_batches(num_batches={num_batches!r}): how many batches to skip is a whole number from 0")
+    check_count(num_batches, f"skip_first_batches(num_batches={num_batches!r}): write a whole number from 0", least=0)
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if not isinstance(dataloader, DataLoader):

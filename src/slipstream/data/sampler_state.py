@@ -295,7 +295,7 @@ class SamplerOrder:
             return iter(ahead)
         position = start + len(ahead)
         order = draw_order(units, seed=seed, epoch=epoch, block=block, record=record, begun=position % block)
-        rest: Iterator[Any] = order if isinstance(order, Iterator) else iter(order.take(0, len(order)))
+        rest = iter(order)
         return chain(ahead, islice(rest, max(0, len(units) - position)) if hasattr(units, "__len__") else rest)
 
     def _warn_of_other_order(self) -> None:

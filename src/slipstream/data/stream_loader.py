@@ -116,9 +116,7 @@ class StreamLoader(PreparedLoader):
     def _size(self) -> int:
         """Samples in a full batch of all ranks."""
         assert self.original.batch_size is not None
-        if self._per_rank is not None:
-            return self._per_rank * self.data_rank.world_size
-        return self.original.batch_size * (1 if self.config.split_batches else self.data_rank.world_size)
+        return self._global_batch_size(self.original.batch_size)
 
     # -- what the base asks ---------------------------------------------------------------------------------------
 
@@ -127,8 +125,7 @@ class StreamLoader(PreparedLoader):
         ranks = self.data_rank.world_size
         if self.original.batch_size is None:
             return (self._nominal,) * ranks
-        plan = BatchPlan(ranks, self._size, self.policy if self.mode == "turns" else "exact")
-        return plan.given if plan.full is None else plan.full.given
+        return BatchPlan(ranks, self._size, self.policy if self.mode == "turns" else "exact").full_counts
 
     @property
     def _stride(self) -> int:

@@ -26,6 +26,7 @@ from slipstream.data.plan import (
     SliceFunction,
     count_samples,
     keep_full_groups,
+    mark_last,
     slice_for_ranks,
 )
 from slipstream.data.random_state import WorkerInit, derive_seed, reseed
@@ -304,11 +305,7 @@ class StreamBatchReader:
 
 
 def _mark_last(messages: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-    present = next(messages, None)
-    while present is not None:
-        following = next(messages, None)
-        yield present._replace(end=following is None)
-        present = following
+    return (message._replace(end=is_last) for message, is_last in mark_last(messages))
 
 
 def _drop_first(messages: Iterator[GlobalBatch], steps: int) -> Iterator[GlobalBatch]:

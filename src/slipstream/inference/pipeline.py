@@ -27,7 +27,7 @@ from slipstream.distributed import collectives, pytree
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.guard import Body, CollectiveCall, announce_failure
 from slipstream.distributed.state import AcceleratorState
-from slipstream.errors import ConfigError, DistributedOperationException, StateError
+from slipstream.errors import ConfigError, DistributedOperationException, StateError, check_count
 from slipstream.inference.microbatches import PipelineBatch, find_pippy_batch_size, has_rows, pad_rows
 from slipstream.inference.stage_plan import find_no_split_classes, generate_device_map, order_blocks, partition_evenly
 from slipstream.inference.trace import TracedStage, check_rows, fill_stage_weights, free_weights, list_called_modules, resolve_rows, trace
@@ -399,8 +399,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 def _chunks(given: int | None, state: AcceleratorState) -> int:
     if given is None:
         return state.num_processes
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConfigError(f"num_chunks={given!r} is no number of pieces: write 1 or more, or leave it out for one per process")
+    check_count(given, f"num_chunks={given!r} is not a number of chunks: write 1 or more, or leave it out for one per process")
     return given
 
 

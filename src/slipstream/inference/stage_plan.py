@@ -16,7 +16,7 @@ import torch
 
 from slipstream.big_models.device_map.partition import parameter_identity
 from slipstream.big_models.device_map.validation import parse_class_names
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 from slipstream.files.sizes import parse_size
 
 __all__ = ["StageBlock", "order_blocks", "partition_evenly", "generate_device_map", "find_no_split_classes"]
@@ -49,8 +49,7 @@ def generate_device_map(
     >>> generate_device_map(model, 2)
     {'0': 0, '1': 0, '2': 1, '3': 1}
     """
-    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
-        raise ConfigError(f"num_processes={num_processes!r} is no number of processes: write 1 or more")
+    check_count(num_processes, f"num_processes={num_processes!r} is not a number of processes: write 1 or more")
     blocks = order_blocks(model, find_no_split_classes(model, no_split_module_classes), at_least=num_processes)
     if not blocks:
         return {"": 0}

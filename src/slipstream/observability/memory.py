@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.devices.memory import allocator_statistics, convert_bytes, host_memory, should_reduce_batch_size
 from slipstream.distributed.current import current, current_or_none
-from slipstream.errors import ConfigError
+from slipstream.errors import check_count
 
 __all__ = [
     "AliveTensors", "FailureHook", "MemorySnapshot", "MemoryWatch", "NamedTensor", "memory_snapshot", "named_tensors",
@@ -177,8 +177,7 @@ def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = No
     >>> [(group.name, group.shape, group.bytes) for group in snapshot.alive if group.name]
     [('weights', (1000, 1000), 4000000)]
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"memory_snapshot(count={count!r}): write how many entries are wanted, from 1")
+    check_count(count, f"memory_snapshot(count={count!r}): write how many entries are wanted, from 1")
     runtime = current_or_none()
     watched = [] if runtime is None else [named for watch in runtime.memory_watches for named in watch.named()]
     blocks = _find_storages([*(names or ()), *watched])

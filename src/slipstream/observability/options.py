@@ -15,7 +15,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from slipstream.config.handlers import KwargsHandler
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_count
 
 __all__ = ["GuardKwargs", "LedgerKwargs", "ON_NAN", "PROFILE_PATTERN_NAME", "ProfileKwargs"]
 
@@ -230,5 +230,5 @@ def _check_schedule(options: dict[str, int]) -> None:
     if missing := [name for name in needed if name not in options]:
         raise ConfigError(f"{where}: {', '.join(missing)} is not there; a schedule needs {', '.join(needed)}, and 0 is a number too")
     for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name == "active"):
-            raise ConfigError(f"{where}: {name} counts calls of profiler.step(), so it is a whole number from {int(name == 'active')}")
+        least = int(name == "active")
+        check_count(value, f"{where}: {name} counts calls of profiler.step(), so it is a whole number from {least}", least)

@@ -28,7 +28,7 @@ from torch.profiler import profile
 from slipstream.devices.memory import convert_bytes
 from slipstream.distributed.cluster import Process
 from slipstream.distributed.process_group import Runtime
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, check_count
 from slipstream.logging import get_logger
 from slipstream.observability.options import PROFILE_PATTERN_NAME, ProfileKwargs
 from slipstream.observability.report.text_charts import align_columns
@@ -92,8 +92,7 @@ def top_operators(profiler: Any, count: int = 10) -> TopOperators:
     >>> len(top.operators), top.where, str(top).splitlines()[1].split()
     (1, 'host', ['operator', 'self', 'time', 'share', 'calls'])
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"top_operators(count={count!r}): write how many operators are wanted, from 1")
+    check_count(count, f"top_operators(count={count!r}): write how many operators are wanted, from 1")
     events = [event for event in profiler.key_averages() if not event.key.startswith(_STEP_EVENT)]
     on_device = any(event.self_device_time_total > 0 for event in events)
     times = [event.self_device_time_total if on_device else event.self_cpu_time_total for event in events]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.errors import ConfigError, StateError
+from slipstream.errors import ConfigError, StateError, check_count
 
 if TYPE_CHECKING:
     from slipstream.accelerator import Accelerator
@@ -37,10 +37,8 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise ConfigError(
-                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): weights are averaged after a whole number of updates, from 1; write e.g. 8"
-            )
+        where = f"LocalSGD(local_sgd_steps={local_sgd_steps!r})"
+        check_count(local_sgd_steps, f"{where}: weights are averaged after a whole number of updates, from 1; write e.g. 8")
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"LocalSGD(model={type(model).__name__}): pass the model that prepare gave back")
         self.enabled = enabled and accelerator.num_processes > 1

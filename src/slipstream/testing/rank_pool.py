@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
-from slipstream.errors import ConfigError, SlipstreamError, StateError
+from slipstream.errors import SlipstreamError, StateError, check_count
 from slipstream.launch.store import ExitNotice
 from slipstream.testing import messages
 
@@ -255,8 +255,7 @@ class RankPool:
     """The ranks of one test session; see `ranks`. Not for several threads at once."""
 
     def __init__(self, size: int) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"ranks({size!r}): a pool has at least one rank; write ranks(2)")
+        check_count(size, f"ranks({size!r}): a pool has at least one rank; write ranks(2)")
         self.size = size
         self._attempt = 0
         self._server: PoolServer | None = None

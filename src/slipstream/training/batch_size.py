@@ -26,7 +26,15 @@ from slipstream.distributed.call_site import call_site
 from slipstream.distributed.current import current
 from slipstream.distributed.guard import Body, Channel, CollectiveCall
 from slipstream.distributed.process_group import Runtime
-from slipstream.errors import ConfigError, DistributedOperationException, MismatchError, PeerLostError, StateError, WaitTimeoutError
+from slipstream.errors import (
+    ConfigError,
+    DistributedOperationException,
+    MismatchError,
+    PeerLostError,
+    StateError,
+    WaitTimeoutError,
+    check_count,
+)
 from slipstream.observability.memory import summarize_alive
 
 __all__ = ["BatchSizeSchedule", "find_executable_batch_size"]
@@ -41,9 +49,9 @@ class BatchSizeSchedule:
     """
 
     def __init__(self, start: int, reduce: Callable[..., int] | None, effective_batch_size: int | None) -> None:
-        _check_positive_int("starting_batch_size", start)
-        if effective_batch_size is not None:
-            _check_positive_int("effective_batch_size", effective_batch_size)
+        for name, value in (("starting_batch_size", start), ("effective_batch_size", effective_batch_size)):
+            if value is not None or name == "starting_batch_size":
+                check_count(value, f"{name}={value!r} cannot be used: batch sizes are whole numbers from 1; write e.g. 128")
         self._start = start
         self._effective = effective_batch_size
         self._reduce = (lambda size: size // 2) if reduce is None else _with_present_size(reduce)
@@ -82,11 +90,6 @@ class BatchSizeSchedule:
                 f"such as {max(1, share) * processes} or {(share + 1) * processes}"
             )
         return next(index for index in range(min(size, share), 0, -1) if share % index == 0)
-
-
-def _check_positive_int(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r} cannot be used: batch sizes are whole numbers from 1; write e.g. 128")
 
 
 def _with_present_size(reduce: Callable[..., int]) -> Callable[[int], int]:

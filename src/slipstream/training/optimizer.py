@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.distributed.pytree import recursively_apply
-from slipstream.errors import ConfigError, StateError
+from slipstream.errors import StateError, check_count
 from slipstream.observability.timing.meter import OPTIMIZER
 from slipstream.training.stepper import PreparedModel, Stepper, run_timed
 
@@ -159,8 +159,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @updates.setter
     def updates(self, updates: int) -> None:
-        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
-            raise ConfigError(f"optimizer.updates = {updates!r}: the number of updates made is a whole number from 0")
+        check_count(updates, f"optimizer.updates = {updates!r}: the number of updates made is a whole number from 0", least=0)
         self._updates_before = updates
         if self._linked is not None:
             self._linked.updates = updates

@@ -29,7 +29,7 @@ from slipstream.distributed.work_queue import journal
 from slipstream.distributed.work_queue.items import WorkItems, WorkUnits, check_cost, fingerprint, order_by_cost
 from slipstream.distributed.work_queue.queue import WorkQueue
 from slipstream.distributed.work_queue.work import Work, add_article, add_remark
-from slipstream.errors import CheckpointError, ConfigError, MismatchError, PeerLostError
+from slipstream.errors import CheckpointError, ConfigError, MismatchError, PeerLostError, check_count
 
 __all__ = ["WorkOptions", "WorkTeam", "check_balance", "open_work_queue"]
 
@@ -61,8 +61,8 @@ class WorkOptions:
 
     def __post_init__(self) -> None:
         size = self.batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f"batch_size={size!r}: write a number of items from 1 on, or None to get the items one by one")
+        if size is not None:
+            check_count(size, f"batch_size={size!r}: write a number of items from 1, or None to get the items one by one")
         if self.key is not None and not callable(self.key):
             raise ConfigError(f"key={self.key!r} is no function: it says what an item costs, for example key=len")
         if self.progress not in (None, True, False):
