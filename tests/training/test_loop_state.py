@@ -405,11 +405,11 @@ def broken() -> list[tuple[Any, Any, str]]:
         return {**state, "windows": [{**window, **changes}]}
 
     return [
-        (None, None, "no state of a training loop"),
-        ({}, None, "no state of a training loop"),
-        ({**state, "windows": [window, window]}, None, "windows of 2 models, and 1 are prepared"),
+        (None, None, "not a state of a training loop"),
+        ({}, None, "not a state of a training loop"),
+        ({**state, "windows": [window, window]}, None, "windows of 2 models, but 1 are prepared"),
         ({**state, "windows": [{}]}, None, "not the state of an accumulation window"),
-        ({**state, "latest": 1}, None, "no state of a training loop"),
+        ({**state, "latest": 1}, None, "not a state of a training loop"),
         ({**state, "loose": 0}, None, "loose=0"),
         (with_window(index=-1), None, "index=-1"),
         (with_window(index=True), None, "index=True"),
@@ -418,7 +418,7 @@ def broken() -> list[tuple[Any, Any, str]]:
         (with_window(carried=0.0), None, "carried=0.0"),
         (with_window(kind="other"), None, "kind='other'"),
         (state, {"1.weight": torch.ones(1)}, "no prepared model has such a parameter"),
-        (state, {**gradients, "0.0.weight": torch.ones(2, 2)}, r"shape \(2, 2\), and the parameter has \(4, 3\)"),
+        (state, {**gradients, "0.0.weight": torch.ones(2, 2)}, r"shape \(2, 2\), but the parameter has \(4, 3\)"),
         (state, {"0.0.weight": [1.0]}, "tensors by name"),
         (state, [], "tensors by name"),
     ]
@@ -450,5 +450,5 @@ def test_invalid_clip_state_refused() -> None:
         [{"models": [0], "norm": 1.0}],
         [{"models": [0], "norm": torch.ones(2)}],
     ):
-        with pytest.raises(ConfigError, match="no state of clipping"):
+        with pytest.raises(ConfigError, match="not a state of the gradient clipper"):
             clipper.restore(state)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ class PreparationMixin(AcceleratorBase):
 
             dispatch_for_prepare([argument for argument in args if isinstance(argument, torch.nn.Module)], device_map, offload_folder)
         elif offload_folder is not None:
-            raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map beside it, which says what goes there.")
+            raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map, which says what is offloaded.")
         results: list[Any] = list(args)
         loaders_before = len(self._components.registry.loaders)
         kinds = [_kind(argument) for argument in args]
@@ -109,7 +109,7 @@ class PreparationMixin(AcceleratorBase):
             if components.strategy.map_optimizer(optimizer.optimizer):
                 optimizer.forget()
         if evaluation_mode:
-            return prepared  # nothing to train: a record of its training, if there is one, stays as it is
+            return prepared  # not trained here: an earlier record of the model stays as it is
         if known is None or prepared is not before:
             components.stepper.add(original, prepared)
             if prepared is not original and components.stepper.guards is not None:
@@ -151,17 +151,17 @@ class PreparationMixin(AcceleratorBase):
         known = components.registry.find_optimizer(optimizer)
         if known is not None:
             return known
-        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.stepper is components.stepper:  # forgotten by free_memory since
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.stepper is components.stepper:  # after free_memory
             optimizer.forget()
             components.registry.optimizers.append(optimizer)
             return optimizer
         if isinstance(optimizer, AcceleratedOptimizer):
             raise StateError(
                 f"this {type(optimizer.optimizer).__name__} was prepared by another Accelerator, and follows its updates: "
-                "prepare the optimizer that you made (or a new one), not what the other gave back"
+                "prepare the original optimizer (or a new one), not the one that the other returned"
             )
         if self._moves_to_device(device_placement) and optimizer.state and components.state.device.type != CPU.type:
-            optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
+            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the device of the parameters
         components.strategy.map_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, components.stepper, components.strategy.step if components.strategy.averages else None)
         components.registry.optimizers.append(prepared)
@@ -184,8 +184,8 @@ class PreparationMixin(AcceleratorBase):
             lambda optimizer: found.find_optimizer(optimizer) if (found := registry()) is not None else None,
             step_with_optimizer=components.step_scheduler_with_optimizer,
             moves=components.state.num_processes if repeats else 1,
-            same_everywhere=lambda value: state.verify_replicas(metric=float(value)),
-            begins=None if components.stepper.guards is None else components.stepper.guards.look_at_schedule,
+            check_same=lambda value: state.verify_replicas(metric=float(value)),
+            on_first_step=None if components.stepper.guards is None else components.stepper.guards.look_at_schedule,
             loaders_before=len(components.registry.loaders),
         )
         components.registry.schedulers.append(prepared)
@@ -320,8 +320,8 @@ def _check_objects(objects: Sequence[Any], world_size: int) -> None:
     for thing in objects:
         if world_size > 1 and _kind(thing) == "other" and hasattr(thing, "__iter__") and hasattr(thing, "dataset"):
             warnings.warn(
-                f"prepare gives the {type(thing).__name__} back as it is, since it is no DataLoader: every process reads all of it, unless "
-                "it shares its data out by itself",
+                f"prepare returns the {type(thing).__name__} unchanged, because it is not a DataLoader: every process reads all of it, "
+                "unless it shares its data between processes itself",
                 stacklevel=3,
             )
         if isinstance(thing, type) and issubclass(thing, torch.nn.Module | torch.optim.Optimizer | DataLoader):
@@ -331,7 +331,7 @@ def _check_objects(objects: Sequence[Any], world_size: int) -> None:
             found = next((item for item in inside if _kind(item) != "other"), None)
             if found is not None:
                 raise ConfigError(
-                    f"prepare was given a {type(thing).__name__} with a {type(found).__name__} in it, which would come back unprepared: "
+                    f"prepare was given a {type(thing).__name__} with a {type(found).__name__} in it, which would be returned unprepared: "
                     "pass the objects themselves, e.g. prepare(*objects)"
                 )
     seen: dict[int, torch.optim.Optimizer] = {}
@@ -342,8 +342,7 @@ def _check_objects(objects: Sequence[Any], world_size: int) -> None:
             if seen.setdefault(id(parameter), thing) is not thing:
                 raise ConfigError(
                     f"prepare was given two optimizers ({type(seen[id(parameter)]).__name__}, {type(thing).__name__}) that share a "
-                    "parameter "
-                    f"of shape {tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
+                    f"parameter of shape {tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
                 )
 
 

@@ -117,5 +117,5 @@ class ProcessesMixin(AcceleratorBase):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, **dynamic: Any) -> AbstractContextManager[Any]:
         """See `PartialState.split_between_processes`."""
         state = self._components.gradient_state
-        state.metrics.note_split(state.active)
+        state.metrics.record_split(state.active)
         return self.state.split_between_processes(inputs, apply_padding, **dynamic)

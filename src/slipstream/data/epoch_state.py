@@ -173,12 +173,12 @@ class EpochState:
         """
         for loader_pass in self.live:
             if trained is not None and loader_pass.trained != trained:
-                self.note_trained(loader_pass)
+                self.record_trained(loader_pass)
         return [loader_pass for loader_pass in self.live if loader_pass.kept_at != loader_pass.handed]
 
-    def note_trained(self, loader_pass: LoaderPass) -> None:
+    def record_trained(self, loader_pass: LoaderPass) -> None:
         """Record that a pass was trained on: those around it that have not moved since are not being read."""
-        for outer, handed in loader_pass.around:
+        for outer, handed in loader_pass.enclosing_passes:
             if outer.handed == handed:
                 outer.kept_at = handed
 

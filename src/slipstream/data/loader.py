@@ -41,9 +41,9 @@ __all__ = ["HandedBatch", "PreparedLoader", "attempt", "changes_by_epoch", "clon
 
 
 def time_batches(batches: Iterator[Any], meter: Meter, loader: PreparedLoader, rank: int, size: int | None) -> Iterator[Any]:
-    """Yield the same batches and mark on the meter how long the loop waited for them, and how many samples it got.
+    """Yield the same batches, and record how long the loop waited for them and how many samples they have.
 
-    `size` is how many samples a full batch has on this rank; None if only a batch can tell.
+    `size` is the number of samples of a full batch on this rank; None to count each batch.
     """
     meter.begin()
     add, clock, number, inside = meter.add, meter.clock, 0, True  # inline, so that a step does not enter the module of the meter
@@ -94,7 +94,7 @@ def time_batches(batches: Iterator[Any], meter: Meter, loader: PreparedLoader, r
 
 
 def _choose_counter(batch: Any) -> Callable[[Any], int]:
-    """Return how the samples of batches like this one are counted: by the first tensor in it, wherever that is."""
+    """Return a function that counts the samples of batches like this one, by its first tensor."""
     if isinstance(batch, torch.Tensor) and batch.ndim:
         return len
     entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list | tuple) else ()
@@ -107,7 +107,7 @@ def _count_by_batch_size(batch: Any) -> int:
 
 
 HandedBatch = tuple[Any, "BatchShares | None", bool, "int | None"]
-"""A batch, how it was dealt out (None for evenly and in full), whether it is the last one, and how many follow (None for unknown)."""
+"""A batch, how it was shared (None: evenly and in full), whether it is the last one, and how many follow (None: unknown)."""
 
 _Cloned = TypeVar("_Cloned")
 
@@ -116,23 +116,23 @@ _ALIGNED_KINDS = ("samples", "stream")
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A loader of one rank's part of the batches. A kind of loader implements `_batches`, `_count` and `_given`."""
+    """A loader of one rank's part of the batches. Subclasses implement `_batches`, `_count` and `_given`."""
 
     current: MicroBatch | None = None
-    """The batch handed out last, while a pass is under way."""
+    """The batch handed out last, during a pass."""
     remainder: int = -1
-    merges: bool = False
-    """Whether several batches are worked on in one go, as far as that was seen."""
-    beside: Any = None
-    """A weak reference to the loader that this one is known to be read beside."""
+    reads_ahead_in_groups: bool = False
+    """Whether the script was seen to train on several batches at once."""
+    paired_loader: Any = None
+    """A weak reference to the loader beside which this one is read, as in `zip`."""
 
     data_parts: int = 1
-    """How many processes read parts of their own; 1 where all read the same."""
+    """How many processes read different parts of the data; 1 if all read the same."""
 
     def __init__(self, original: DataLoader[Any], settings: LoaderSettings) -> None:
         # DataLoader.__init__ is not called: the attributes are those of the original.
         self.original = original
-        """The loader that the script made."""
+        """The user's loader."""
         self.data_rank = settings.data_rank
         self.config = replace(settings.config)
         self.device = settings.device
@@ -140,38 +140,38 @@ class PreparedLoader(DataLoader[Any]):
         self.non_blocking = settings.config.non_blocking
         self.gradient_state = settings.gradient_state
         self.steps_per_update = settings.steps_per_update
-        """Batches per update, where `effective_batch_size` decides them."""
+        """Batches per update, if derived from `effective_batch_size`."""
         self.uneven = False
-        """Whether ranks may have different numbers of batches, because the script deals with that (`join_uneven_inputs`)."""
+        """Whether ranks may have different numbers of batches (`join_uneven_inputs`)."""
         self.last_pass: LoaderPass | None = None
-        """The pass that was read to its end last."""
+        """The last finished pass."""
         self.at_start: Callable[[], None] | None = None
         """Called when an iteration begins."""
         self.compared: tuple[bytes, bytes] | None = None
         """Digests of the data that the ranks compare before a pass; see `data/fingerprint.py`."""
         self._per_rank = settings.samples_per_rank
-        """The batch size of one rank, where `effective_batch_size` decides it."""
+        """The batch size of one rank, if derived from `effective_batch_size`."""
         self._name = type(original.dataset).__name__
         self._epochs = EpochState(settings.seed)
         self._skip: int | None = None
-        """How many batches `skip_first_batches` leaves out of the first pass; None after that, and in other loaders."""
+        """How many batches `skip_first_batches` skips in the first pass; None afterwards, and in other loaders."""
         self._skip_start: tuple[int, int] | None = None
-        """Epoch and position where a pass that skips began, while it is under way."""
+        """Epoch and position where the current skipping pass began."""
         self._move = _make_mover(self.device, self.put_on_device, self.non_blocking)
 
-    # -- what a kind of loader says -------------------------------------------------------------------------------
+    # -- implemented by subclasses ---------------------------------------------------------------------------------
 
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         """Yield this rank's batches of an epoch from a position on; `start` counts samples of all ranks (see `_stride`)."""
         raise NotImplementedError
 
     def _count(self, start: int) -> int:
-        """Return how many batches each rank gets from a position on; raise TypeError where that is not known."""
+        """Return how many batches each rank gets from a position on; raise TypeError if that is unknown."""
         raise NotImplementedError
 
     @property
     def _given(self) -> tuple[int, ...]:
-        """Samples that each rank is handed in a full batch (ones, where the size of a batch is not known)."""
+        """Samples that each rank gets in a full batch (ones, if the batch size is unknown)."""
         raise NotImplementedError
 
     def _global_batch_size(self, batch_size: int) -> int:
@@ -191,35 +191,35 @@ class PreparedLoader(DataLoader[Any]):
         raise NotImplementedError
 
     def _length(self) -> int | None:
-        """Return how far a whole pass moves the position; None where that is not certain."""
+        """Return how far a whole pass moves the position; None if uncertain."""
         return None
 
     _extra_keys: tuple[str, ...] = ()
-    """Names of what a position holds besides numbers."""
+    """Keys of a saved position besides numbers."""
 
     def _extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
-        """Return what a position needs besides numbers."""
+        """Return the state of a position besides numbers."""
         return {}
 
     def _check_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Raise if what a position holds besides numbers does not fit; change nothing."""
+        """Raise if this state of a position does not fit; change nothing."""
 
     def _load_extra_state(self, position: LoadedPosition) -> LoadedPosition:
-        """Take what a position holds besides numbers, and return the position that the loader continues at."""
+        """Load the state of a position besides numbers, and return the position at which the loader continues."""
         return position
 
     def _replan(self) -> None:
-        """Decide again who reads what: `uneven` was changed."""
+        """Update the plan after a change of `uneven`."""
 
     def _known_remainder(self, start: int) -> int:
-        """Return `remainder` as far as it is known before the first batch."""
+        """Return `remainder` as known before the first batch."""
         return -1
 
     # -- iterating ------------------------------------------------------------------------------------------------
 
-    __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's guards its own loaders, at the price of a call each time
+    __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's `__setattr__` protects its own loaders, and costs a call each time
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator of ours, not torch's iterator
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # our own generator, not torch's iterator
         meter, batches = self.gradient_state.meter, self._run(self._open())
         if meter is None:
             return batches
@@ -227,7 +227,7 @@ class PreparedLoader(DataLoader[Any]):
         return time_batches(batches, meter, self, rank, None if self.original.batch_size is None else self._given[rank])
 
     def _open(self) -> LoaderPass:
-        """Return the pass that begins now, at the position where it is due."""
+        """Return the pass that begins now."""
         epochs, state = self._epochs, self.gradient_state
         if epochs.live:
             epochs.keep_loaded(epochs.live[-1], state.trained, self._load_extra_state)
@@ -240,7 +240,7 @@ class PreparedLoader(DataLoader[Any]):
         loader_pass = LoaderPass(
             start.epoch, position, start.batches, resumed=start.loaded, trained=state.trained, inside=state.position()
         )
-        loader_pass.around = tuple((outer, outer.handed) for outer in epochs.live)
+        loader_pass.enclosing_passes = tuple((outer, outer.handed) for outer in epochs.live)
         if start.earlier is not None:
             loader_pass.sampler_start = start.earlier.sampler_start
         return loader_pass
@@ -272,7 +272,7 @@ class PreparedLoader(DataLoader[Any]):
             at_end = epochs.is_at_end(loader_pass.epoch, loader_pass.start)
             for batch, shares, end, left in () if at_end else self._batches(loader_pass.epoch, loader_pass.start):
                 if shares is not previous:
-                    loader_pass.note_shares(shares)
+                    loader_pass.record_shares(shares)
                     previous = shares
                 if end:
                     loader_pass.ended = True
@@ -285,7 +285,7 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             self._finish(loader_pass, exhausted)
             state.leave(loader_pass, exhausted=exhausted)
-            if epochs.live:  # it is being read inside of itself
+            if epochs.live:  # a nested iteration over the same loader
                 self.current, self.remainder = outer
 
     def _finish(self, loader_pass: LoaderPass, exhausted: bool) -> None:
@@ -293,8 +293,8 @@ class PreparedLoader(DataLoader[Any]):
         epochs.live.remove(loader_pass)
         trained = loader_pass.trained != now
         if trained:
-            epochs.note_trained(loader_pass)
-        loader_pass.around = ()
+            epochs.record_trained(loader_pass)
+        loader_pass.enclosing_passes = ()
         if epochs.waits and loader_pass.kept_at is not None and loader_pass.handed > loader_pass.kept_at:
             warn_of_load_inside_loop(loader_pass, epochs, self._name)
         self._skip_start = None
@@ -321,11 +321,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def shares(self) -> BatchShares | None:
-        """How it was dealt out; None if every rank has a full share and every sample counts."""
+        """How it was shared; None if every rank has a full share and every sample counts."""
         return None if self.current is None else self.current.shares
 
     def set_epoch(self, epoch: int) -> None:
-        """Make this epoch the next one; those after it count on from there."""
+        """Set the epoch of the next pass; later passes count from there."""
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             raise ConfigError(f"set_epoch({epoch!r}): epochs are whole numbers; write e.g. set_epoch(3)")
         lost, loaded = self._epochs.set(epoch), self._epochs.loaded
@@ -350,7 +350,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being read, or else the one that comes next."""
+        """The epoch that is being read, or otherwise the next one."""
         passes = self._epochs.passes(self.gradient_state.trained)
         return passes[-1].epoch if passes else self._epochs.next
 
@@ -372,12 +372,11 @@ class PreparedLoader(DataLoader[Any]):
     # -- position (epoch_state.py) --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, in plain data: `samples` of the epoch's order were handed out, to all ranks together.
+        """Return the position as plain data: `samples` of the epoch's order were handed out, to all ranks together.
 
-        Where a batch sampler of the user's own decides about batches, `samples` counts those. `left` is 1 for a pass that a resumed
-        run does not continue: left by `break`, or read inside of a batch of another loader; the next one is another epoch. `interrupted` is
-        1 where it was left by `break` while it was trained on, `untrained` where nothing was trained since it began. `ended` is 1 after
-        the last batch, inside of the loop.
+        With a custom batch sampler, `samples` counts batches. `left` is 1 for a pass that a resumed run does not continue, because it
+        was left by `break` or read inside a batch of another loader; the next pass is another epoch. `interrupted` is 1 if it was left by
+        `break` during training, `untrained` if nothing was trained since it began, and `ended` after the last batch inside the loop.
         """
         epochs, loaded = self._epochs, self._epochs.loaded
         rest = {"seed": self.seed, "kind": self._kind, "length": self._length(), "batch": self._stride}
@@ -402,7 +401,7 @@ class PreparedLoader(DataLoader[Any]):
         return {**numbers, **flags, **rest, **self._extra_state(loader_pass, samples)}
 
     def _position(self, loader_pass: LoaderPass) -> int:
-        """Return the position after what was worked on of a pass."""
+        """Return the position after the batches of a pass that were trained on."""
         return loader_pass.position(self._stride, aligned=self._kind in _ALIGNED_KINDS)
 
     def check_state_dict(self, state: Any) -> None:
@@ -427,19 +426,19 @@ class PreparedLoader(DataLoader[Any]):
             self._epochs.left.sampler_start = (position.extra.get("order") or {}).get("begin")
 
     def _is_over(self, position: LoadedPosition) -> bool:
-        """Return whether nothing of its epoch is left at a loaded position."""
+        """Return whether a loaded position is at the end of its epoch."""
         try:
             return position.ended or (position.samples > 0 and self._count(position.samples) == 0)
-        except TypeError:  # how many batches there are is not known
+        except TypeError:  # the number of batches is unknown
             return False
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """Return a loader whose first pass begins after so many batches of the present epoch; both count the same epochs."""
+        """Return a loader whose first pass begins after that many batches of the current epoch; both share their epochs."""
         twin = clone(self)
         twin._skip, twin._skip_start = (self._skip or 0) + num_batches, None
         return twin
 
-    # -- the script's own loader ----------------------------------------------------------------------------------
+    # -- the user's loader ----------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         if (name.startswith("__") and name.endswith("__")) or "original" not in self.__dict__:
@@ -457,15 +456,15 @@ class PreparedLoader(DataLoader[Any]):
         return len(self.original.dataset)  # type: ignore[arg-type]  # a dataset without a length says so itself
 
     def get_sampler(self) -> Any:
-        """Return the innermost sampler of the script's loader."""
+        """Return the innermost sampler of the user's loader."""
         return get_sampler(self.original)
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: the gradient state, the channel to the other processes, passes under way."""
+        """Leave out what belongs to this process: the gradient state, the channel to the other processes, and unfinished passes."""
         data_rank = replace(self.data_rank, channel=_current_channel)
-        own: dict[str, Any] = dict.fromkeys(("gradient_state", "last_pass", "at_start", "_move", "current", "beside"))
+        own: dict[str, Any] = dict.fromkeys(("gradient_state", "last_pass", "at_start", "_move", "current", "paired_loader"))
         state = {**self.__dict__, "data_rank": data_rank, **own}
         state["plugin"] = self.gradient_state.plugin
         return state
@@ -485,7 +484,7 @@ def clone(original: _Cloned, **changes: Any) -> _Cloned:
 
 
 def attempt(read: Callable[[], Any]) -> Any:
-    """Return what was read, or the exception: the other ranks have to be told of it before all raise."""
+    """Return the result, or the exception, which the other ranks must get before all raise."""
     try:
         return read()
     except Exception as error:
@@ -515,13 +514,13 @@ def _make_mover(device: torch.device | None, put_on_device: bool, non_blocking: 
 def keeps_workers(original: DataLoader[Any]) -> bool:
     """Return whether workers are kept from pass to pass: the script asks for it and the dataset is the same in every pass.
 
-    Workers hold the dataset as it was when they began, so one that is told the epoch needs new ones.
+    Workers have a copy of the dataset from their start, so a dataset that is told the epoch needs new ones.
     """
     return original.persistent_workers and not changes_by_epoch(original.dataset)
 
 
 def changes_by_epoch(dataset: Any) -> bool:
-    """Return whether a dataset is given something before each pass: the epoch, or the seed of a pipeline.
+    """Return whether a dataset changes with each pass: it gets the epoch, or the seed of a pipeline.
 
     >>> changes_by_epoch([1, 2])
     False

@@ -2,8 +2,8 @@
 
 Each Accelerator has one. A prepared loader enters a `LoaderPass` when an iteration begins, records a `MicroBatch` for every batch that it
 hands out, and leaves when the iteration ends; loaders nest. `batch_after` returns the batch that new work belongs to: in a plain loop the
-batch handed out last, and where batches were read ahead the oldest one that is alive and was not worked on. `MetricsState` is the part
-that `gather_for_metrics` needs. The module is in this room because data, training and observability use it.
+batch handed out last, and after reading ahead the oldest batch that is alive and was not trained on. `MetricsState` is the part that
+`gather_for_metrics` needs. The module is in this package because data, training and observability use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ActiveLoader", "BatchShares", "GradientState", "LoaderPass", "Metric
 
 @dataclass(frozen=True)
 class BatchShares:
-    """How one global batch was dealt out to the ranks, where that is not the same full batch for each.
+    """How one global batch was shared between the ranks, if not as the same full batch for each.
 
     >>> BatchShares(given=(2, 1), real=(2, 0), weighed=True, full=4).counted
     (2, 0)
@@ -34,9 +34,9 @@ class BatchShares:
     given: tuple[int, ...]
     """Samples that each rank was handed."""
     real: tuple[int, ...]
-    """How many of them are samples of this batch: the others repeat samples, or give a rank something to do that had none left."""
+    """How many of them are samples of this batch; the others are repeated samples, also for a rank that has none left."""
     weighed: bool
-    """Whether losses are weighed by `real`, so that the gradient is that of the samples; repeated ones count in full otherwise."""
+    """Whether losses are weighted by `real`, so that repeated samples do not count; otherwise they count in full."""
     full: int
     """Samples in a full global batch."""
 
@@ -56,7 +56,7 @@ _MAX_RECORD = 200_000
 
 
 class MicroBatch:
-    """One batch that a loader handed out. Identity is what tells batches apart."""
+    """One batch that a loader handed out. Batches are compared by identity."""
 
     __slots__ = ("anchor", "end", "left", "number", "loader_pass", "sequence", "shares", "steps")
 
@@ -71,9 +71,9 @@ class MicroBatch:
         self.end = end
         """Whether it is the last one of its pass, on every rank."""
         self.left = left
-        """How many follow; None where that is not known yet."""
+        """How many follow; None if unknown."""
         self.shares = shares
-        """How it was dealt out; None if every rank has a full share and every sample counts."""
+        """How it was shared; None if every rank has a full share and every sample counts."""
         self.steps = steps
         """Batches per update that its loader asks for (`effective_batch_size`); None for the usual number."""
         self.anchor: Callable[[], Any] = anchor
@@ -81,12 +81,12 @@ class MicroBatch:
 
 
 class LoaderPass:
-    """One iteration over a loader: where it began, what it handed out, and what of that was worked on."""
+    """One iteration over a loader: where it began, which batches it handed out, and which of them were trained on."""
 
     __slots__ = (
-        "__weakref__", "around", "batch", "begun_at", "ended", "epoch", "gathered", "handed", "inside", "interrupted", "kept_at", "late",
-        "loader", "order", "record", "recording", "resumed", "room", "rows", "sampler_start", "seen", "sequence", "start", "trained",
-        "trained_at", "unread", "worked",
+        "__weakref__", "batch", "begun_at", "enclosing_passes", "ended", "epoch", "gathered", "handed", "inside", "interrupted",
+        "kept_at", "late", "loader", "order", "prune_at", "record", "recording", "resumed", "rows", "sampler_start", "seen", "sequence",
+        "start", "trained", "trained_at", "unread", "worked",
     )  # fmt: skip
 
     def __init__(
@@ -101,52 +101,52 @@ class LoaderPass:
     ) -> None:
         self.epoch = epoch
         self.start = start
-        """Position in the epoch's order where it began, in samples (or whole batches, where those are dealt out)."""
+        """Position in the epoch's order where it began, in samples (or in whole batches, for plans that share those)."""
         self.begun_at = begun_at
-        """The same, in batches: how many each rank was handed of this epoch before."""
+        """The same in batches: how many batches of this epoch each rank got before."""
         self.resumed = resumed
-        """Whether it continues inside of an epoch, at a position that was loaded."""
+        """Whether it continues at a loaded position."""
         self.trained = trained
         """`GradientState.trained` when the iterator was made."""
         self.inside = inside
-        """The pass over another loader that this one was asked for in, and the number of its batch then: what it is nested in."""
+        """The pass over another loader in which this one was created, and the number of its batch then."""
         self.record: list[tuple[int, BatchShares | None]] = []
-        """Where the way of sharing changed: (batches handed out before, shares from there on); it begins with None."""
+        """Where the shares changed: (batches handed out before, shares from there on); it begins with None."""
         self.recording = True
-        self.around: tuple[tuple[LoaderPass, int], ...] = ()
-        """The passes over the same loader that were under way when it began, and what they had handed out."""
+        self.enclosing_passes: tuple[tuple[LoaderPass, int], ...] = ()
+        """The unfinished passes over the same loader when it began, and how many batches they had handed out."""
         self.kept_at: int | None = None
-        """What it had handed out when a later pass was trained on, or a position was loaded: see `EpochState.passes`."""
+        """How many batches it had handed out when a later pass was trained on, or a position was loaded; see `EpochState.passes`."""
         self.ended = False
         """Whether its last batch was handed out."""
         self.interrupted = False
         """Whether it was left by `break` while it was trained on."""
         self.sampler_start: Any = None
-        """The state of a user's own sampler when it began; see `data/sampler_state.py`."""
+        """The state of a custom sampler when it began; see `data/sampler_state.py`."""
         self.order: Any = None
-        """What was drawn of its order."""
+        """The record of its drawn order."""
         self.gathered = False
-        """Whether `gather_for_metrics` was called for one of its batches: then what is gathered after its end is not its results."""
+        """Whether `gather_for_metrics` was called for one of its batches; then data gathered after its end is not its results."""
         self.rows: dict[tuple[str, int], tuple[int, ...]] = {}
-        """By line of the script and number of the leaf: how many rows each rank gathered of a full batch."""
+        """How many rows each rank gathered for a full batch, by call site and number of the leaf."""
         self.batch: MicroBatch | None = None
         """The batch handed out last."""
         self.handed = 0
         """Batches handed out."""
         self.unread: deque[MicroBatch] = deque()
         """The batches that may still be alive, oldest first; the last one is `batch`."""
-        self.room = _MIN_KEPT_BATCHES
-        """With how many of these the dead ones are looked for."""
+        self.prune_at = _MIN_KEPT_BATCHES
+        """The length of `unread` at which dead batches are removed."""
         self.loader: Any = None
         """A weak reference to the loader."""
         self.sequence: Iterator[int] = count()
         """Numbers the batches of all loaders of a `GradientState`."""
         self.worked = 0
-        """The number of the batch that was worked on last; 0 as long as nothing was trained."""
+        """The number of the batch that was trained on last; 0 before the first."""
         self.late = False
-        """Whether work began with a later batch than the first, when the earlier ones were gone: left out, or replaced by others."""
+        """Whether training began with a later batch than the first, because earlier ones were skipped or replaced."""
         self.seen = 0
-        """The newest batch that was there when work on an earlier one began."""
+        """The newest batch handed out when training on an earlier one began."""
         self.trained_at = 0
         """`GradientState.trained` when its first batch was asked for."""
 
@@ -157,16 +157,16 @@ class LoaderPass:
         unread = self.unread
         while unread and unread[0].anchor() is None:
             unread.popleft()
-        if len(unread) >= self.room:  # one that is kept must not keep the record of all that follow
+        if len(unread) >= self.prune_at:  # a batch that the script keeps must not keep the records of all that follow
             alive = [earlier for earlier in unread if earlier.anchor() is not None]
             unread.clear()
             unread.extend(alive)
-            self.room = 2 * len(alive) + _MIN_KEPT_BATCHES
+            self.prune_at = 2 * len(alive) + _MIN_KEPT_BATCHES
         unread.append(micro_batch)
         return micro_batch
 
-    def note_shares(self, shares: BatchShares | None) -> None:
-        """Record that the next batch is shared in another way than the one before."""
+    def record_shares(self, shares: BatchShares | None) -> None:
+        """Record that the next batch is shared differently from the one before."""
         if len(self.record) >= _MAX_RECORD:  # an endless stream of batches of all sizes
             self.recording = False
             self.record.clear()
@@ -174,7 +174,7 @@ class LoaderPass:
             self.record.append((self.handed, shares))
 
     def position(self, stride: int, *, aligned: bool) -> int:
-        """Return the position after what was worked on, where a full batch is `stride` long; the last batch may have been a short one."""
+        """Return the position after the batches that were trained on; a full batch is `stride` long, the last one may be shorter."""
         done = self.done
         if not done:
             return self.start
@@ -187,11 +187,11 @@ class LoaderPass:
         return max(before, self.start) + min(stride, shares.total)
 
     def after(self, last: MicroBatch | None) -> MicroBatch | None:
-        """Return the batch that is worked on next after `last`; `last` itself if there is none."""
+        """Return the batch to train on after `last`; `last` itself if there is none."""
         number = last.number if last is not None and last.loader_pass is self else 0
         current = self.batch
         loader = None if self.loader is None else self.loader()
-        if current is None or (loader is not None and loader.merges):
+        if current is None or (loader is not None and loader.reads_ahead_in_groups):
             return current
         for micro_batch in self.unread:
             if micro_batch.number > number and (micro_batch is current or micro_batch.anchor() is not None):
@@ -199,27 +199,27 @@ class LoaderPass:
         else:
             return current if number == 0 else last
         if loader is not None and number and micro_batch.number > number + 1 and self.seen > number:
-            loader.merges = True  # batches that waited are gone: several of them were worked on in one go
+            loader.reads_ahead_in_groups = True  # waiting batches are gone: several were used together
             return current
         self.seen = current.number
         return micro_batch
 
     @property
     def done(self) -> int:
-        """How many batches were worked on, where the others are still waiting for it; else how many were handed out."""
+        """How many batches were trained on, if the rest still waits; otherwise how many were handed out."""
         waiting = [batch for batch in self.unread if batch.number > self.worked and batch.anchor() is not None]
         loader = None if self.loader is None else self.loader()
-        if not self.worked or (loader is not None and loader.merges) or len(waiting) < self.handed - self.worked:
+        if not self.worked or (loader is not None and loader.reads_ahead_in_groups) or len(waiting) < self.handed - self.worked:
             return self.handed
         return self.worked
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a batch of it is still being worked on, though it was read further."""
+        """Whether it was read further than the batch that is being trained on."""
         return self.done != self.handed and any(batch.number == self.worked and batch.anchor() is not None for batch in self.unread)
 
     def repeated(self, last: MicroBatch) -> MicroBatch | None:
-        """Return the first batch of another round over batches that were all kept (`list(loader)`), after one that ended with `last`."""
+        """Return the first batch of another round over kept batches (`list(loader)`), after a round that ended with `last`."""
         kept = list(self.unread)
         if last is not kept[-1] or len(kept) != self.handed or len(kept) < 2 or any(batch.anchor() is None for batch in kept):
             return None
@@ -233,7 +233,7 @@ class LoaderPass:
 
 
 def anchor_of(batch: Any) -> Callable[[], Any]:
-    """Return a weak reference to the first thing in a batch that can have one; one to nothing for text and numbers.
+    """Return a weak reference to the first object in a batch that supports one; for text and numbers, a dead one.
 
     >>> import torch
     >>> tensor = torch.ones(1)
@@ -246,7 +246,7 @@ def anchor_of(batch: Any) -> Callable[[], Any]:
         batch = batch[0] if batch else None
     elif kind is dict:
         batch = next(iter(batch.values()), None)
-    if not hasattr(type(batch), "__torch_function__"):  # no tensor, which is what batches mostly begin with
+    if not hasattr(type(batch), "__torch_function__"):  # usually a batch begins with a tensor
         while isinstance(batch, list | tuple | Mapping):
             batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch), None)
     try:
@@ -256,7 +256,7 @@ def anchor_of(batch: Any) -> Callable[[], Any]:
 
 
 class ActiveLoader(Protocol):
-    """What a loader tells of the batch that it handed out last."""
+    """What a loader says about the batch that it handed out last."""
 
     remainder: int
     """Samples in the last global batch if it is not full, else 0; -1 as long as that is not known."""
@@ -273,10 +273,10 @@ class ActiveLoader(Protocol):
     def shares(self) -> BatchShares | None:
         """How the batch was dealt out; None if every rank has a full share and every sample counts."""
 
-    merges: bool
-    """Whether several of its batches are worked on in one go."""
-    beside: Any
-    """A weak reference to the loader that this one is known to be read beside; None where there is none."""
+    reads_ahead_in_groups: bool
+    """Whether the script trains on several of its batches at once."""
+    paired_loader: Any
+    """A weak reference to the loader beside which this one is read, as in `zip`; or None."""
 
     @property
     def steps_per_update(self) -> int | None:
@@ -284,34 +284,34 @@ class ActiveLoader(Protocol):
 
 
 class MetricsState:
-    """Which results `gather_for_metrics` may be given: of the present batch, of a pass that has ended, or of inputs that were split."""
+    """Which results `gather_for_metrics` may get: of the current batch, of a finished pass, or of inputs that were split."""
 
     def __init__(self) -> None:
         self.warned: set[str] = set()
-        """Keys of the messages that were given."""
+        """Keys of the messages that were logged."""
         self.sample_lists: set[tuple[str, tuple[str, ...]]] = set()
-        """Which lists hold one entry per sample: the line that gathers them, and their place in what it gathers."""
+        """Which lists have one entry per sample: by call site, and path in the gathered data."""
         self.count_updates: Callable[[], int] = int
         """Returns how many updates were made, by all optimizers together."""
         self.finished_pass: LoaderPass | None = None
-        """The pass that was read to its end last, until another one begins."""
+        """The last finished pass, until another one begins."""
         self._finished_updates = 0
-        """How many updates were made when it ended; -1 once inputs were split after it."""
+        """How many updates had been made when it ended; -1 after inputs were split."""
         self._finished_in: tuple[weakref.ref[LoaderPass], int] | None = None
-        """The pass around the finished one, and what it had handed out then."""
+        """The pass around the finished one, and how many batches it had handed out then."""
         self._split_in: tuple[weakref.ref[Any], int] | None = None
         """In which batch of which loader inputs were split between the processes last."""
 
     def end_pass(self, finished: LoaderPass, around: LoaderPass | None) -> None:
-        """Record that a pass was read to its end, inside of another one."""
+        """Record that a pass was read to its end, inside another one."""
         self.finished_pass, self._finished_updates = finished, self.count_updates()
         self._finished_in = None if around is None else (weakref.ref(around), around.handed)
 
     @property
     def finished(self) -> Any:
-        """The loader that was read to its end last, for results that are gathered after the loop; None where there is none.
+        """The loader of the last finished pass, for results that are gathered after the loop; or None.
 
-        It counts until another loader begins, inputs are split, an update is made, or the loader around it hands out another batch.
+        It is valid until another loader begins, inputs are split, an update is made, or the loader around it hands out another batch.
         """
         finished = self.finished_pass
         if finished is None or self.count_updates() != self._finished_updates:
@@ -319,8 +319,8 @@ class MetricsState:
         outer, handed = (None, 0) if self._finished_in is None else (self._finished_in[0](), self._finished_in[1])
         return finished.loader() if outer is None or outer.handed == handed else None
 
-    def note_split(self, active: ActiveLoader | None) -> None:
-        """Record that inputs are split between the processes inside of the present batch of the active loader.
+    def record_split(self, active: ActiveLoader | None) -> None:
+        """Record that inputs are split between the processes inside the present batch of the active loader.
 
         Results that are gathered from now on are those of the inputs, and not of a loader that was read before.
         """
@@ -328,14 +328,14 @@ class MetricsState:
         self._split_in = None if active is None else (weakref.ref(active), active.handed)
 
     def has_split(self, active: ActiveLoader | None) -> bool:
-        """Return whether inputs were split between the processes inside of the present batch of the active loader."""
+        """Return whether inputs were split between the processes inside the present batch of the active loader."""
         if active is None or self._split_in is None:
             return False
         loader, handed = self._split_in
         return handed == active.handed and loader() is active
 
     def forget(self) -> None:
-        """Drop what would keep a loader alive."""
+        """Drop all references to loaders."""
         self.finished_pass = self._finished_in = None
 
 
@@ -356,20 +356,20 @@ class GradientState:
         self.nested = False
         """Whether one loader is being read while another is."""
         self.meter: Meter | None = None
-        """Where loops on this state mark what they are doing; see `observability/timing/`."""
+        """The meter that records the phases of steps; see `observability/timing/`."""
         self.trained = 0
-        """How many `accumulate` blocks and backward passes have begun: two equal readings mean that nothing was trained in between."""
+        """How many `accumulate` blocks and backward passes have begun; equal values mean that nothing was trained in between."""
         self.metrics = MetricsState()
         self.batch: MicroBatch | None = None
         """The batch of the `accumulate` block that is being run."""
         self.passes = 0
         """How many passes were read to their end."""
         self.only_pass: LoaderPass | None = None
-        """The pass under way, where it is the only one."""
+        """The unfinished pass, if there is exactly one."""
         self._stack: list[LoaderPass] = []
         self._sequence = count()
         self._kept: LoaderPass | None = None
-        """The pass that ended or was left last, whose batches may have been kept."""
+        """The pass that ended last; the script may have kept its batches."""
 
     @staticmethod
     def _reset_state() -> None:
@@ -441,13 +441,13 @@ class GradientState:
         return weakref.ref(self._stack[-1]), self._stack[-1].handed
 
     def pacing(self) -> ActiveLoader | None:
-        """Return the loader that sets the pace of updates, as far as one is being read; see `pacing_pass`."""
+        """Return the loader that determines where updates end, if one is being read; see `pacing_pass`."""
         loader_pass = self.pacing_pass()
         loader: ActiveLoader | None = None if loader_pass is None else loader_pass.loader()
         return loader
 
     def pacing_pass(self) -> LoaderPass | None:
-        """Return the pass whose end closes an update: the innermost one that is read inside of one batch of the passes around it.
+        """Return the pass whose end closes an update: the innermost one that is read inside one batch of the passes around it.
 
         A pass that was asked for before its neighbour handed out a batch (`zip(loader, second)`), or that has outlived the batch in which
         it was asked for (a second source of data, begun anew as often as it ends), is read beside it and does not set the pace; nor do
@@ -456,25 +456,25 @@ class GradientState:
         stack = self._stack
         if not self.nested:
             return stack[-1] if stack else None
-        leading = [loader_pass for loader_pass in stack if not self._is_beside(loader_pass)] or stack
+        leading = [loader_pass for loader_pass in stack if not self._is_paired(loader_pass)] or stack
         for place in range(len(leading) - 1, 0, -1):
             inner, outer = leading[place], leading[place - 1]
             if inner.inside is not None and inner.inside[0]() is outer:
                 if inner.inside[1] == outer.handed:
                     return inner
-                _mark_beside(inner, outer)
+                _pair_loaders(inner, outer)
         return leading[0]
 
-    def _is_beside(self, loader_pass: LoaderPass) -> bool:
+    def _is_paired(self, loader_pass: LoaderPass) -> bool:
         """Return whether a pass is read beside another one that is under way, by what is known of their loaders."""
         loader = loader_pass.loader()
-        neighbour = None if loader is None or loader.beside is None else loader.beside()
+        neighbour = None if loader is None or loader.paired_loader is None else loader.paired_loader()
         return neighbour is not None and any(other.loader() is neighbour for other in self._stack)
 
     def batch_after(self, last: MicroBatch | None) -> MicroBatch | None:
         """Return the batch that the work which begins now belongs to; None without a loader.
 
-        `last` is the batch that was worked on before. It is given back while no other one can be meant: another piece of it.
+        `last` is the batch of the work before. It is returned again if no other batch is possible: another micro-batch of it.
         """
         loader_pass = self.pacing_pass() if not self.nested else self._newest(last) or self.pacing_pass()
         if loader_pass is not None:
@@ -493,9 +493,9 @@ class GradientState:
         return first if first is not None and first.number == 1 and first.anchor() is not None else None
 
     def _newest(self, last: MicroBatch | None) -> LoaderPass | None:
-        """Return the only pass that handed out a batch since the last work; None where there are several, or none.
+        """Return the only pass that handed out a batch since the last work; None if there are several, or none.
 
-        Loaders that are taken in turns (tasks that alternate) are told from those that are read together for one batch of work.
+        This distinguishes loaders that alternate (tasks in turns) from loaders that are read together for one batch of work.
         """
         since = -1 if last is None else last.sequence
         new = [loader_pass for loader_pass in self._stack if loader_pass.batch is not None and loader_pass.batch.sequence > since]
@@ -503,11 +503,11 @@ class GradientState:
         if pacing is not None and pacing.inside is None:
             for loader_pass in new:
                 if loader_pass is not pacing and loader_pass.inside is None:
-                    _mark_beside(loader_pass, pacing)
+                    _pair_loaders(loader_pass, pacing)
         return new[0] if len(new) == 1 else None
 
     def is_inside(self, is_meant: Callable[[Any], bool]) -> bool:
-        """Return whether a loader is read inside of one batch of another, as in an evaluation: a run that is resumed begins it anew.
+        """Return whether a loader is read inside one batch of another, as in an evaluation: a run that is resumed begins it anew.
 
         One that is read beside another is not. After a single batch the two look alike: then it is inside if the loader around it was
         trained on before it began, and it was not.
@@ -535,7 +535,7 @@ class GradientState:
             self._stack.remove(loader_pass)
         for inner, outer in [(other, loader_pass) for other in self._stack] + [(loader_pass, other) for other in self._stack]:
             if inner.inside is not None and inner.inside[0]() is outer and (outer is loader_pass or inner.inside[1] != outer.handed):
-                _mark_beside(inner, outer)
+                _pair_loaders(inner, outer)
         self._stack = [other for other in self._stack if other.loader() is not None]
         innermost = self._stack[-1] if self._stack else None
         self.active, self.nested = None if innermost is None else innermost.loader(), len(self._stack) > 1
@@ -548,16 +548,16 @@ class GradientState:
             self.metrics.finished_pass = None
 
     def forget(self) -> None:
-        """Drop every loader: nothing here keeps one alive afterwards."""
+        """Drop all references to loaders."""
         self._stack, self.active, self.only_pass, self.batch, self._kept = [], None, None, None, None
         self.metrics.forget()
         self.sync_gradients, self.nested = True, False
 
 
-def _mark_beside(inner: LoaderPass, outer: LoaderPass) -> None:
+def _pair_loaders(inner: LoaderPass, outer: LoaderPass) -> None:
     """Record that a loader is read beside another: it outlived the batch that it was asked for in, and may begin again in any other."""
     loader, neighbour = inner.loader(), outer.loader()
     if loader is None or neighbour is None or loader is neighbour:
         return
-    if neighbour.beside is None or neighbour.beside() is not loader:  # else it is the neighbour that does not set the pace
-        loader.beside = outer.loader
+    if neighbour.paired_loader is None or neighbour.paired_loader() is not loader:  # otherwise the neighbour is the paired one
+        loader.paired_loader = outer.loader

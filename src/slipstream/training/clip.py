@@ -1,7 +1,7 @@
-"""Gradient clipping: once per update, on complete gradients: reduced over the ranks, over the whole window, and without the loss scale.
+"""Gradient clipping: once per update, on complete gradients: reduced over ranks, over the whole window, and without the loss scale.
 
-Between updates nothing is clipped, as a part of a gradient says nothing about the whole. So clipping may be called after every batch;
-`norm` then returns the norm of the last update.
+Between updates nothing is clipped, because the gradients are incomplete. So clipping may be called after every batch; `norm` then
+returns the norm of the last update.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class GradientClipper:
         self._optimizers = optimizers
         self._last: dict[tuple[int, ...], torch.Tensor] = {}
         self.before: Callable[[list[PreparedModel]], None] | None = None
-        """Called before clipping, where a gradient that is not finite would spread to all: see `observability/guards/`."""
+        """Called with the models before clipping, because a non-finite gradient would make all of them NaN; see `observability/guards/`."""
         self.after: Callable[[torch.Tensor], None] | None = None
-        """Where norms go."""
+        """Called with each norm."""
 
     def norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients together to `max_norm`, and return the norm that they had; between updates, that of the last one."""
+        """Clip the total norm of the gradients to `max_norm`, and return the norm before; between updates, that of the last one."""
         if not max_norm >= 0:
-            raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}): the largest norm is a number from 0")
+            raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}): max_norm must be a non-negative number")
         with mark_phase(self._stepper.meter, OPTIMIZER):
             group, models = self._group(parameters)
             key = tuple(map(id, models))
@@ -55,38 +55,38 @@ class GradientClipper:
                 self._stepper.strategy.clip_value(group, clip_value)
 
     def unscale(self, optimizer: Any = None) -> None:
-        """Divide the gradients of these optimizers (of all, if none is named) by the loss scale, where there is one."""
+        """Divide the gradients of these optimizers (all by default) by the loss scale, if there is one."""
         chosen = self._optimizers() if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for prepared in chosen:
             if not isinstance(prepared, AcceleratedOptimizer):
-                raise TypeError(f"unscale_gradients got a {type(prepared).__name__}: pass an optimizer that prepare gave back")
+                raise TypeError(f"unscale_gradients got a {type(prepared).__name__}: pass an optimizer that prepare returned")
             prepared.unscale()
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the norms of the last updates, which `norm` returns between updates: by the places of the models."""
-        places = {id(model): place for place, model in enumerate(self._stepper.models)}
-        known = {key: norm for key, norm in self._last.items() if all(model in places for model in key)}
-        return [{"models": [places[model] for model in key], "norm": norm.detach()} for key, norm in known.items()]
+        """Return the norms of the last updates, by the indices of their models; `norm` returns them between updates."""
+        indices = {id(model): index for index, model in enumerate(self._stepper.models)}
+        known = {key: norm for key, norm in self._last.items() if all(model in indices for model in key)}
+        return [{"models": [indices[model] for model in key], "norm": norm.detach()} for key, norm in known.items()]
 
     def check(self, state: Any) -> None:
-        """Raise unless this is what `state` returns, of models that are prepared here; change nothing."""
+        """Raise unless this is a result of `state` for the prepared models; change nothing."""
         count = len(self._stepper.models)
         for saved in state if isinstance(state, list) else [None]:
-            places, norm = (saved.get("models"), saved.get("norm")) if isinstance(saved, dict) else (None, None)
-            fits = isinstance(places, list) and all(type(place) is int and 0 <= place < count for place in places)
+            indices, norm = (saved.get("models"), saved.get("norm")) if isinstance(saved, dict) else (None, None)
+            fits = isinstance(indices, list) and all(type(index) is int and 0 <= index < count for index in indices)
             if not fits or not isinstance(norm, torch.Tensor) or norm.ndim:
                 raise ConfigError(
-                    f"this is no state of clipping for {count} prepared models: {str(saved)[:80]}; pass what its state() gave"
+                    f"not a state of the gradient clipper for {count} prepared models: {str(saved)[:80]}; pass a result of state()"
                 )
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        """Restore the saved norms, which count until there is an update."""
+        """Restore the saved norms, which `norm` returns until the next update."""
         self.check(state)
         models = self._stepper.models
-        self._last = {tuple(id(models[place]) for place in saved["models"]): saved["norm"] for saved in state}
+        self._last = {tuple(id(models[index]) for index in saved["models"]): saved["norm"] for saved in state}
 
     def _complete(self, parameters: list[torch.Tensor], models: list[PreparedModel]) -> bool:
-        """Return whether these gradients make an update now; if so, they are unscaled and shown to `before`."""
+        """Return whether these gradients are complete; if so, unscale them and call `before`."""
         if not all(model.accumulation.closing for model in models):
             return False
         if self._stepper.scaler.scales:
@@ -101,7 +101,7 @@ class GradientClipper:
     def _group(self, parameters: Any) -> tuple[list[torch.Tensor], list[PreparedModel]]:
         """Return the parameters as a list, and the prepared models that they belong to."""
         if isinstance(parameters, torch.nn.Module):
-            raise TypeError(f"clipping takes parameters, and was given a {type(parameters).__name__}: write model.parameters()")
+            raise TypeError(f"clipping takes parameters, not a {type(parameters).__name__}: write model.parameters()")
         group = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         group = self._stepper.strategy.current_parameters(group)
         return group, self._stepper.owners(group)[0]

@@ -36,7 +36,7 @@ def _named_parameters(models: Sequence[torch.nn.Module | None]) -> dict[str, tor
 
 
 def collect_gradients(models: Sequence[torch.nn.Module | None]) -> dict[str, torch.Tensor]:
-    """Return the gradients that are there, of the models that are given; the tensors themselves, not copies.
+    """Return the gradients of these models by name; the tensors themselves, not copies.
 
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> model(torch.ones(1, 2)).sum().backward()
@@ -61,31 +61,29 @@ def check_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, t
         return
     if not isinstance(gradients, Mapping) or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
         raise ConfigError(
-            f"gradients to go on with are tensors by name, and not {type(gradients).__name__}: pass what open_gradients() gave"
+            f"gradients to resume with are tensors by name, not {type(gradients).__name__}: pass a result of open_gradients()"
         )
     parameters = _named_parameters(models)
     for name, gradient in gradients.items():
         parameter = parameters.get(_parameter_name(name))
         if parameter is None:
             raise ConfigError(
-                f"a gradient of {name!r} was saved in an open window of accumulation, and no prepared model has such a parameter (the "
-                f"number is the place of the model in prepare, of {len(models)}): prepare the same models in the same order"
+                f"a gradient of {name!r} was saved in an open accumulation window, but no prepared model has such a parameter (the "
+                f"number is the index of the model in prepare, of {len(models)}): prepare the same models in the same order"
             )
         expected = tuple(parameter.shape)
         if _parameter_name(name) != name:
             if not _fits_sparse(name, gradients, parameter):
-                raise ConfigError(
-                    f"the sparse gradient {_parameter_name(name)!r} that was saved does not fit its parameter, of shape {expected}"
-                )
+                raise ConfigError(f"the saved sparse gradient {_parameter_name(name)!r} does not fit its parameter, of shape {expected}")
         elif tuple(gradient.shape) != expected:
             raise ConfigError(
-                f"the gradient of {name!r} that was saved has shape {tuple(gradient.shape)}, and the parameter has {expected}: it is of "
-                "another model"
+                f"the saved gradient of {name!r} has shape {tuple(gradient.shape)}, but the parameter has {expected}: it belongs to a "
+                "different model"
             )
 
 
 def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, torch.Tensor] | None) -> None:
-    """Restore gradients; every other parameter of these models has none afterwards."""
+    """Restore gradients; clear those of all other parameters of these models."""
     check_gradients(models, gradients)
     given = gradients or {}
     for name, parameter in _named_parameters(models).items():
@@ -138,36 +136,36 @@ def _fits_sparse(name: str, gradients: Mapping[str, torch.Tensor], parameter: to
 _STATE_KEYS = {"windows", "sync_gradients", "loose"}
 
 SavedLoop = tuple[Mapping[str, Any], "Mapping[str, torch.Tensor] | None"]
-"""What one rank saved: the state of its windows, and gradients of those that were open."""
+"""What one rank saved: the state of its windows, and the gradients of open ones."""
 
 
 def check_loop_state(state: Any, models: Sequence[str]) -> None:
-    """Raise unless this is a state of windows of so many models."""
+    """Raise unless this is a loop state of these models."""
     if not isinstance(state, Mapping) or set(state) != _STATE_KEYS or not isinstance(state["windows"], list | tuple):
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigError(
-            f"this is no state of a training loop: it has {found} instead of {sorted(_STATE_KEYS)}; pass what loop_state() gave"
+            f"not a state of a training loop: it has {found} instead of {sorted(_STATE_KEYS)}; pass a result of loop_state()"
         )
     windows = state["windows"]
     if len(windows) != len(models):
         raise ConfigError(
-            f"the state of a training loop has windows of {len(windows)} models, and {len(models)} are prepared "
+            f"the state of a training loop has windows of {len(windows)} models, but {len(models)} are prepared "
             f"({', '.join(models) or 'none'}): prepare the same models in the same order"
         )
     for window in windows:
         Accumulation.check(window)
     for name in ("sync_gradients", "loose"):
         if not isinstance(state[name], bool):
-            raise ConfigError(f"the state of a training loop has {name}={state[name]!r}, which is True or False: it was changed or damaged")
+            raise ConfigError(f"the state of a training loop has {name}={state[name]!r}, instead of True or False: changed or damaged")
 
 
 def redistribute_loop_state(
     saved: Sequence[SavedLoop], *, saved_by: int, world_size: int, batch_ratio: float = 1.0
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    """Return what every one of `world_size` ranks begins with, of what `saved_by` ranks (or those of them that are here) saved.
+    """Return the state and gradients that each of `world_size` ranks begins with, from those that `saved_by` ranks saved.
 
-    `batch_ratio` is how many full batches of all ranks, as they are now, one of the saved run is: samples of a batch then, over now. The
-    place in an open window is rounded down to whole batches as they are now: a loader that goes on in between hands out a short one first.
+    `batch_ratio` is the size of a global batch of the saved run, divided by the present one. The position in an open window is rounded
+    down to whole batches of the present size; a loader that resumes in between hands out a short batch first.
 
     >>> window = Accumulation()
     >>> closing = window.begin(4, None), window.begin(4, None), window.add_mean()
@@ -180,7 +178,7 @@ def redistribute_loop_state(
     states = [state for state, _ in saved]
     first = states[0]
     if any(len(state["windows"]) != len(first["windows"]) for state in states):
-        raise ConfigError("the ranks saved windows of different numbers of models: these are no states of one run")
+        raise ConfigError("the ranks saved windows of different numbers of models: these states are not of one run")
     windows, weights = [], []
     for place in range(len(first["windows"])):
         window, factors = _redistribute_window([state["windows"][place] for state in states], saved_by, world_size, batch_ratio)
@@ -199,7 +197,7 @@ def redistribute_loop_state(
 def _redistribute_window(
     ranks: Sequence[Mapping[str, Any]], saved_by: int, world_size: int, ratio: float
 ) -> tuple[dict[str, Any], list[float]]:
-    """Return the window of one model for every new rank, and what the gradients of each old rank are multiplied with before the mean."""
+    """Return the window of one model for every new rank, and the factor for the gradients of each old rank before the mean."""
     first = dict(ranks[0])
     same = [1.0] * len(ranks)
     if first["closing"]:
@@ -210,7 +208,7 @@ def _redistribute_window(
         first["total"] *= ratio
         first["carried"] = None if first["carried"] is None else first["carried"] * ratio
         return first, same
-    # Sums: all raw gradients and all weights stay, so each new rank has its part of both, under one divisor.
+    # Sums: all raw gradients and all weights are kept, so each new rank gets its share of both, with one divisor.
     share = saved_by / world_size
     first["total"] = sum(rank["total"] for rank in ranks) / len(ranks) * share
     first["estimate"] *= share / ratio

@@ -1,8 +1,8 @@
-"""`AcceleratedScheduler`: a learning-rate scheduler that moves once per update, the same on any number of processes.
+"""`AcceleratedScheduler`: a learning-rate scheduler that steps once per update, the same on any number of processes.
 
 `scheduler.step()` may be called after every batch. It does nothing while gradients are accumulated, or when the optimizer step was
-skipped because of an overflow or of gradients that are not finite. `moves` above 1 is the rule of Accelerate: as many moves per update as
-there are processes, for schedules whose length was counted in batches of one process.
+skipped because gradients overflowed or were not finite. `moves` above 1 is the rule of Accelerate: one step per process and update, for
+schedules whose length is counted in batches of one process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,8 @@ from slipstream.training.optimizer import AcceleratedOptimizer
 __all__ = ["AcceleratedScheduler"]
 
 
-class _SchedulerLink:
-    """What a step needs, in one place: see `OptimizerLink` of optimizers."""
-
-    __slots__ = ("inner", "optimizer", "usual")
-
-    def __init__(self, optimizer: AcceleratedOptimizer | None, inner: Any, usual: bool) -> None:
-        self.optimizer, self.inner, self.usual = optimizer, inner, usual
-
-
 class AcceleratedScheduler:
-    """A scheduler as `prepare` gives it back.
+    """A scheduler as `prepare` returns it.
 
     >>> from slipstream import Accelerator
     >>> accelerator = Accelerator(cpu=True)
@@ -50,23 +41,24 @@ class AcceleratedScheduler:
         *,
         step_with_optimizer: bool = True,
         moves: int = 1,
-        same_everywhere: Callable[[Any], None] = lambda value: None,
-        begins: Callable[[AcceleratedScheduler], None] | None = None,
+        check_same: Callable[[Any], None] = lambda value: None,
+        on_first_step: Callable[[AcceleratedScheduler], None] | None = None,
         loaders_before: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.step_with_optimizer = step_with_optimizer
         self.moves = moves
-        """How often it moves per update."""
+        """How many steps it makes per update."""
         self._state = state
         self._find = find
-        self._same_everywhere = same_everywhere
-        """Raises unless all processes gave the same value."""
+        self._check_same = check_same
+        """Raises unless all processes pass the same value."""
         self.loaders_before = loaders_before
-        """How many loaders were prepared before it was given to `prepare`: its length may come from theirs."""
-        self._begins = begins
-        """Called at the first step, when all parts are known."""
-        self._way: _SchedulerLink | None = None
+        """How many loaders were prepared before it; its length may be derived from theirs."""
+        self._on_first_step = on_first_step
+        self._optimizer: AcceleratedOptimizer | None = None
+        """The prepared optimizer whose updates it follows; found at the first step."""
+        self._is_linked = False
         self._needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     @property
@@ -78,9 +70,10 @@ class AcceleratedScheduler:
         raise TypeError("a prepared scheduler cannot be copied or pickled: copy its state_dict(), or the scheduler inside (.scheduler)")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on, if the optimizers have made an update with this batch."""
-        way = self._way or self._find_way()
-        optimizer = way.optimizer
+        """Step if the optimizer has made an update with this batch."""
+        if not self._is_linked:
+            self._link()
+        optimizer = self._optimizer
         if optimizer is not None:
             linked = optimizer.linked
             if not linked.closing:
@@ -89,14 +82,8 @@ class AcceleratedScheduler:
                 return
             if linked.may_skip and optimizer.step_was_skipped:
                 return
-        if way.usual:
-            way.inner.step(*args, **kwargs)
-        else:
-            self._move(args, kwargs)
-
-    def _move(self, args: Any, kwargs: Any) -> None:
         if self._needs_metric:
-            self._same_everywhere(args[0] if args else kwargs.get("metrics"))
+            self._check_same(args[0] if args else kwargs.get("metrics"))
         self.scheduler.step(*args, **kwargs)
         for _ in range(self.moves - 1):
             if self._is_over():
@@ -104,29 +91,28 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _is_over(self) -> bool:
-        """Return whether several moves per update have used up a schedule that raises beyond its end."""
+        """Return whether the schedule has reached its end, where another step would raise."""
         total = getattr(self.scheduler, "total_steps", None)
         return total is not None and self.scheduler.last_epoch + 1 >= total
 
-    def _find_way(self) -> _SchedulerLink:
-        usual = self.moves == 1 and not self._needs_metric
-        self._way = _SchedulerLink(self._link() if self.step_with_optimizer else None, self.scheduler, usual)
-        if self._begins is not None:
-            self._begins(self)
-        return self._way
+    def _link(self) -> None:
+        self._optimizer = self._find_optimizer() if self.step_with_optimizer else None
+        self._is_linked = True
+        if self._on_first_step is not None:
+            self._on_first_step(self)
 
-    def _link(self) -> AcceleratedOptimizer:
+    def _find_optimizer(self) -> AcceleratedOptimizer:
         own = self.scheduler.optimizer
         found = own if isinstance(own, AcceleratedOptimizer) else self._find(own)
         if found is None:
             raise StateError(
                 f"{type(self.scheduler).__name__} belongs to {type(own).__name__}, which this Accelerator did not prepare, so it cannot "
-                "move with its updates. Prepare that optimizer too, or pass step_scheduler_with_optimizer=False to move with every call."
+                "follow its updates. Prepare that optimizer too, or pass step_scheduler_with_optimizer=False to step with every call."
             )
         return found
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # while it is being made or unpickled
+        if name == "scheduler":  # not set yet
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -147,10 +133,10 @@ class AcceleratedScheduler:
         self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the user's scheduler."""
+        """Return the state of the wrapped scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the user's scheduler."""
+        """Load a state into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
