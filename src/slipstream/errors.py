@@ -11,17 +11,15 @@
         ├── PeerLostError                         another process died, or left the job, while this one waited for it
         └── WaitTimeoutError                      the others did not come within the limit
 
-Every message says what was given and where it came from, why it cannot work, and what to write instead. This module imports nothing of
-the package, so every other module may use it.
+Every message says what was given and where it came from, why it cannot work, and what to write instead. This module imports nothing, so
+every other module may use it.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 __all__ = [
     "SlipstreamError", "ConfigError", "CheckpointError", "MissingCheckpointError", "LaunchError", "StateError",
-    "DistributedOperationException", "MismatchError", "PeerLostError", "WaitTimeoutError", "check_count",
+    "DistributedOperationException", "MismatchError", "PeerLostError", "WaitTimeoutError",
 ]
 
 
@@ -67,9 +65,3 @@ class PeerLostError(DistributedOperationException):
 
 class WaitTimeoutError(DistributedOperationException):
     """The other processes did not come within `timeout`; the message shows where each of them is."""
-
-
-def check_count(value: Any, message: str, least: int = 1) -> None:
-    """Raise a `ConfigError` with this message unless the value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(message)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, ProjectConfiguration
+from slipstream.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs, ProjectConfiguration, check_count
 from slipstream.config.resolved_config import describe_option
 from slipstream.config.schema import Parallelism, Sharding
 from slipstream.data.loader import PreparedLoader
@@ -28,7 +28,7 @@ from slipstream.devices.table import RNGType
 from slipstream.distributed import collectives
 from slipstream.distributed.gradient_state import GradientState
 from slipstream.distributed.state import AcceleratorState
-from slipstream.errors import ConfigError, check_count
+from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.observability.options import GuardKwargs, LedgerKwargs, ProfileKwargs
 from slipstream.observability.timing.ledger import Ledger

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from slipstream.accelerator.components import AcceleratorBase
+from slipstream.config.handlers import check_count
 from slipstream.distributed.gradient_state import GradientState
-from slipstream.errors import check_count
 from slipstream.precision.policy import AutocastKwargs, PrecisionPolicy
 from slipstream.training.stepper import AccumulateBlock
 

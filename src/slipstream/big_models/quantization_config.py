@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from slipstream.big_models.device_map.sizes import CustomDtype
+from slipstream.config.handlers import check_count
 from slipstream.devices.packages import import_quietly, silence_libraries
 from slipstream.devices.table import CPU
-from slipstream.errors import ConfigError, check_count
+from slipstream.errors import ConfigError
 from slipstream.precision.autocast import transfer_hooks
 
 __all__ = [

@@ -11,9 +11,15 @@ from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-from slipstream.errors import ConfigError, check_count
+from slipstream.errors import ConfigError
 
-__all__ = ["GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "ProjectConfiguration"]
+__all__ = ["GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "ProjectConfiguration", "check_count"]
+
+
+def check_count(value: Any, message: str, least: int = 1) -> None:
+    """Raise a `ConfigError` with this message unless the value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(message)
 
 
 @dataclass

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, MapDataPipe
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from slipstream.config.handlers import check_count
 from slipstream.data.epoch_state import LoadedPosition
 from slipstream.data.fingerprint import OpenedOrder, open_agreed_order
 from slipstream.data.loader import HandedBatch, PreparedLoader, attempt, clone, keeps_workers
@@ -39,7 +40,7 @@ from slipstream.data.random_state import SeededDataset, WorkerInit, derive_seed
 from slipstream.data.sampler_state import SamplerOrder
 from slipstream.distributed.gradient_state import BatchShares, LoaderPass
 from slipstream.distributed.scatter import agree_or_raise
-from slipstream.errors import ConfigError, check_count
+from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = ["DataLoaderCopy", "MapLoader", "RankBatchSampler", "samples_per_batch"]

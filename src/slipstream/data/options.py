@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from slipstream.config.handlers import KwargsHandler
+from slipstream.config.handlers import KwargsHandler, check_count
 from slipstream.distributed.gradient_state import GradientState
 from slipstream.distributed.guard import Channel, Limits
-from slipstream.errors import ConfigError, check_count
+from slipstream.errors import ConfigError
 
 __all__ = ["DataLoaderConfiguration", "DataRank", "LoaderSettings"]
 

@@ -26,11 +26,12 @@ from typing import Any, Literal
 import numpy
 import torch
 
+from slipstream.config.handlers import check_count
 from slipstream.distributed import pytree
 from slipstream.distributed.codec import is_entries, is_items
 from slipstream.distributed.gradient_state import BatchShares
 from slipstream.distributed.split import count_per_rank
-from slipstream.errors import ConfigError, check_count
+from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = [

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from slipstream.config.handlers import check_count
 from slipstream.data.loader import PreparedLoader, clone, get_sampler, keeps_workers
 from slipstream.data.map_loader import MapLoader, samples_per_batch
 from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
@@ -25,7 +26,7 @@ from slipstream.data.random_state import derive_seed
 from slipstream.distributed import collectives
 from slipstream.distributed.current import current
 from slipstream.distributed.gradient_state import GradientState
-from slipstream.errors import ConfigError, check_count
+from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = ["build_loader", "choose_seed", "prepare_data_loader", "skip_first_batches"]

@@ -21,13 +21,14 @@ import torch
 from torch.distributed.pipelining import ScheduleGPipe, build_stage
 
 from slipstream.big_models.device_map.sizes import find_tied_parameters
+from slipstream.config.handlers import check_count
 from slipstream.config.names import nearest
 from slipstream.devices.table import CPU
 from slipstream.distributed import collectives, pytree
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.guard import Body, CollectiveCall, announce_failure
 from slipstream.distributed.state import AcceleratorState
-from slipstream.errors import ConfigError, DistributedOperationException, StateError, check_count
+from slipstream.errors import ConfigError, DistributedOperationException, StateError
 from slipstream.inference.microbatches import PipelineBatch, find_pippy_batch_size, has_rows, pad_rows
 from slipstream.inference.stage_plan import find_no_split_classes, generate_device_map, order_blocks, partition_evenly
 from slipstream.inference.trace import TracedStage, check_rows, fill_stage_weights, free_weights, list_called_modules, resolve_rows, trace

@@ -16,7 +16,8 @@ import torch
 
 from slipstream.big_models.device_map.partition import parameter_identity
 from slipstream.big_models.device_map.validation import parse_class_names
-from slipstream.errors import ConfigError, check_count
+from slipstream.config.handlers import check_count
+from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
 
 __all__ = ["StageBlock", "order_blocks", "partition_evenly", "generate_device_map", "find_no_split_classes"]

@@ -33,9 +33,9 @@ import torch
 # torch internals: the only test for tensors that are made of others (DTensor, quantised). torch 2.13; test_memory_snapshot.py notices.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from slipstream.config.handlers import check_count
 from slipstream.devices.memory import allocator_statistics, convert_bytes, host_memory, should_reduce_batch_size
 from slipstream.distributed.current import current, current_or_none
-from slipstream.errors import check_count
 
 __all__ = [
     "AliveTensors", "FailureHook", "MemorySnapshot", "MemoryWatch", "NamedTensor", "memory_snapshot", "named_tensors",

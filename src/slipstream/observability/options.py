@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from slipstream.config.handlers import KwargsHandler
-from slipstream.errors import ConfigError, check_count
+from slipstream.config.handlers import KwargsHandler, check_count
+from slipstream.errors import ConfigError
 
 __all__ = ["GuardKwargs", "LedgerKwargs", "ON_NAN", "PROFILE_PATTERN_NAME", "ProfileKwargs"]
 

@@ -25,10 +25,11 @@ from typing import Any, Final, TextIO
 
 from torch.profiler import profile
 
+from slipstream.config.handlers import check_count
 from slipstream.devices.memory import convert_bytes
 from slipstream.distributed.cluster import Process
 from slipstream.distributed.process_group import Runtime
-from slipstream.errors import ConfigError, SlipstreamError, check_count
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.logging import get_logger
 from slipstream.observability.options import PROFILE_PATTERN_NAME, ProfileKwargs
 from slipstream.observability.report.text_charts import align_columns

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.errors import ConfigError, StateError, check_count
+from slipstream.config.handlers import check_count
+from slipstream.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from slipstream.accelerator import Accelerator

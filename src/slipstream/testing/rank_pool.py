@@ -28,7 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
-from slipstream.errors import SlipstreamError, StateError, check_count
+from slipstream.config.handlers import check_count
+from slipstream.errors import SlipstreamError, StateError
 from slipstream.launch.store import ExitNotice
 from slipstream.testing import messages
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import torch
 
+from slipstream.config.handlers import check_count
 from slipstream.devices.memory import clear_device_cache, should_reduce_batch_size
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.current import current
@@ -33,7 +34,6 @@ from slipstream.errors import (
     PeerLostError,
     StateError,
     WaitTimeoutError,
-    check_count,
 )
 from slipstream.observability.memory import summarize_alive
 

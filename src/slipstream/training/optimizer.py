@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from slipstream.config.handlers import check_count
 from slipstream.distributed.pytree import recursively_apply
-from slipstream.errors import StateError, check_count
+from slipstream.errors import StateError
 from slipstream.observability.timing.meter import OPTIMIZER
 from slipstream.training.stepper import PreparedModel, Stepper, run_timed
 

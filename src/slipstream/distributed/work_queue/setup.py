@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 # torch internals: the stubs of torch.distributed do not export it (torch 2.13); mypy notices when they do.
 from torch._C._distributed_c10d import HashStore
 
+from slipstream.config.handlers import check_count
 from slipstream.distributed.guard import Channel, Limits
 from slipstream.distributed.progress_bar import show_progress
 from slipstream.distributed.scatter import agree_or_raise
@@ -29,7 +30,7 @@ from slipstream.distributed.work_queue import journal
 from slipstream.distributed.work_queue.items import WorkItems, WorkUnits, check_cost, fingerprint, order_by_cost
 from slipstream.distributed.work_queue.queue import WorkQueue
 from slipstream.distributed.work_queue.work import Work, add_article, add_remark
-from slipstream.errors import CheckpointError, ConfigError, MismatchError, PeerLostError, check_count
+from slipstream.errors import CheckpointError, ConfigError, MismatchError, PeerLostError
 
 __all__ = ["WorkOptions", "WorkTeam", "check_balance", "open_work_queue"]
 
@@ -51,7 +52,7 @@ class WorkOptions:
     >>> WorkOptions(batch_size=0)
     Traceback (most recent call last):
         ...
-    slipstream.errors.ConfigError: batch_size=0: write a number of items from 1 on, or None to get the items one by one
+    slipstream.errors.ConfigError: batch_size=0: write a number of items from 1, or None to get the items one by one
     """
 
     batch_size: int | None = None
