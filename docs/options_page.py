@@ -67,7 +67,8 @@ def _section(section: str, declared: type) -> str:
 
 
 def _row(option: Option) -> str:
-    flags = [*flag_names(option)[:1], *([option.short] if option.short else []), *negative_flag_names(option)[:1]]
+    aliases = [f"--{name}" for name in option.flag_aliases]
+    flags = [*flag_names(option)[:1], *aliases, *([option.short] if option.short else []), *negative_flag_names(option)[:1]]
     places = [", ".join(f"`{flag}`" for flag in flags)]
     if option.variable:
         places.append(f"`{option.variable}`")

@@ -94,6 +94,47 @@ def test_show_origins_starts_nothing(capsys, monkeypatch, tmp_path):
     assert "--its option" in text
 
 
+MACHINES = "--cpu --num_processes 1024 --num_machines 128 --main_process_ip 10.0.0.1"
+
+
+def test_dry_run_shows_mesh(capsys):
+    """`--dry_run` of a thousand ranks shows axes, groups of this machine, and the global batch."""
+    assert main(f"launch --dry-run --use_fsdp {MACHINES} --parallelism_config_dp_replicate_size 128 --machine_rank 1 train.py".split()) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    begin = lines.index("mesh of the processes")
+    assert lines[begin + 1 : begin + 8] == [
+        "sizes 1024 processes = dp_replicate 128 x dp_shard 8, 8 on each of 128 machines",
+        "dp_replicate 128 copies of the shards, which average their gradients; 8 groups of 128 ranks across machines",
+        "of machine 1 0 8 16 ... 1016 | 1 9 17 ... 1017 | 2 10 18 ... 1018 | 3 11 19 ... 1019 | ... (8 in all)",
+        "dp_shard 8 shards of one copy of the model; 128 groups of 8 ranks, each within a machine",
+        "of machine 1 8-15",
+        "data parallel 1024 processes read different samples: the global batch is 1024 x the batch size of a process",
+        "memory `slipstream estimate MODEL --num_processes 1024 --dp_replicate_size 128` says what each process holds",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ("--use_fsdp", "dp_shard 1024"),
+        ("--use_fsdp --fsdp_sharding_strategy HYBRID_SHARD", "dp_replicate 128 x dp_shard 8"),
+        ("--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 512", "dp_replicate 2 x dp_shard 512"),
+        ("", None),
+    ],
+)
+def test_mesh_of_options(options, sizes, capsys):
+    """The mesh is that of the run; without sharding there is none to show."""
+    text = shown(f"{options} {MACHINES} train.py", capsys)
+    assert (f"1024 processes = {sizes}, 8 on each of 128 machines" in text) if sizes else ("mesh of the processes" not in text)
+
+
+def test_dry_run_without_torch():
+    """A plan with a mesh imports no torch."""
+    command = f"launch --dry_run --use_fsdp {MACHINES} -m timeit".split()
+    code = f"import sys; from slipstream.cli.main import main; code = main({command!r}); sys.exit(code or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 def test_flags_after_script_are_scripts(capsys):
     """A flag after the script belongs to the script."""
     text = shown("--cpu train.py --num_processes 4 --show --no-such-flag", capsys)

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
-from slipstream.parallel.mesh import AXES, USES, MeshSizes
+from slipstream.parallel.mesh import AXES, USES, MeshSizes, describe_mesh
 
 SIZES = st.builds(MeshSizes, **{axis: st.integers(1, 3) for axis in AXES})
 NAMES = st.lists(st.sampled_from([*AXES, *USES]), min_size=1, max_size=3)
@@ -166,3 +166,19 @@ def test_mesh_of_one_process() -> None:
         assert MeshSizes().build(CPU.type).mesh.tolist() == [0]
     finally:
         torch.distributed.destroy_process_group()
+
+
+@given(st.builds(MeshSizes, dp_replicate=st.integers(1, 6), dp_shard=st.integers(1, 6)), st.integers(1, 4), st.integers(0, 3))
+def test_described_groups(sizes: MeshSizes, machines: int, machine: int) -> None:
+    """What is said to stay within a machine does."""
+    if sizes.total % machines or machine >= machines:
+        return
+    local = sizes.total // machines
+    rows = describe_mesh(sizes, local, machine)
+    axes = [f"{axis} {sizes.size(axis)}" for axis in sizes.active]
+    assert [name for name, _ in rows if name[0] != " "] == ["sizes", *axes, "data parallel"]
+    for axis in sizes.active:
+        text = next(text for name, text in rows if name.startswith(axis))
+        within = all(len({rank // local for rank in group}) == 1 for group in sizes.groups(axis))
+        assert within == ("across machines" not in text)
+        assert f"{len(sizes.groups(axis))} group" in text

@@ -16,7 +16,7 @@ import click
 from slipstream.config import OPTIONS, Config, Option, flag_names, negative_flag_names, resolve, unknown_flag
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
-from slipstream.launch.plan import MachineSpec, Target, TargetKind, VisibleAccelerators, describe_plan, make_plan
+from slipstream.launch.plan import LaunchPlan, MachineSpec, Target, TargetKind, VisibleAccelerators, describe_plan, make_plan
 from slipstream.launch.slurm import fill_from_slurm
 from slipstream.launch.worker import end_interpreter
 
@@ -53,11 +53,15 @@ class _Launch(click.Command):
 
 
 def _help_row(option: Option) -> tuple[str, str]:
-    names = [name for name in (option.short, f"--{option.name}", *negative_flag_names(option)[:1]) if name]
+    names = [name for name in (option.short, *_long_names(option), *negative_flag_names(option)[:1]) if name]
     kind = "" if option.is_switch and not option.valued else " " + {bool: "BOOL", int: "N", float: "SECONDS", str: "TEXT"}[option.type]
     choices = f" One of: {', '.join(option.choices)}." if option.choices else ""
     default = f" [default: {option.default}]" if option.default not in (None, False, "") and not option.is_switch else ""
     return " / ".join(names) + kind, f"{option.help}{choices}{default}"
+
+
+def _long_names(option: Option) -> list[str]:
+    return [f"--{name}" for name in (option.name, *option.flag_aliases)]
 
 
 def _declared(option: Option) -> click.Option:
@@ -86,14 +90,32 @@ def _machine(environ: Mapping[str, str]) -> MachineSpec:
     return MachineSpec(accelerators=VisibleAccelerators(count, family.visible))
 
 
+def _mesh_rows(config: Config, plan: LaunchPlan) -> list[tuple[str, str]]:
+    """Return the mesh of sharded training as rows for the plan, none without it; sizes that do not fit are an error."""
+    section, sharding = config.parallelism, config.sharding
+    sizes = [] if section.use_parallelism_config is False else [value for value in vars(section).values() if type(value) is int]
+    if not sharding.use_fsdp and max(sizes, default=1) == 1:
+        return []
+    from slipstream.parallel.mesh import describe_mesh
+    from slipstream.parallel.parallelism_config import resolve_mesh
+
+    sharded = sharding.use_fsdp or (section.parallelism_config_dp_shard_size or 1) > 1  # or the script passes a plugin
+    hybrid = (sharding.fsdp_sharding_strategy or "").startswith("HYBRID")
+    counts = {"world_size": plan.num_processes, "local_world_size": plan.local_processes}
+    mesh = resolve_mesh(None, section, **counts, sharded=sharded, hybrid=hybrid)
+    asked = f"slipstream estimate MODEL --num_processes {mesh.total} --dp_replicate_size {mesh.dp_replicate}"
+    return [*describe_mesh(mesh, plan.local_processes, plan.machine_rank), ("memory", f"`{asked}` says what each process holds")]
+
+
 def _run(words: Sequence[str], **flags: Any) -> None:
     environ = environment()
     config = resolve(flags={name: value for name, value in flags.items() if value is not None}, environ=environ, default_file=True)
     config = fill_from_slurm(config, environ)
     target = _target(config, words)
     plan = make_plan(config, target, environ, _machine(environ))
+    mesh = _mesh_rows(config, plan)
     if config.command.show:
-        click.echo(describe_plan(plan, config))
+        click.echo(describe_plan(plan, config, mesh))
         return
     if not config.command.quiet:
         for unused in config.unused:

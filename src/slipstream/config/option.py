@@ -74,6 +74,8 @@ class Option:
     example: str = ""
     """A value to show in messages; derived from the type if empty."""
     short: str | None = None
+    flag_aliases: tuple[str, ...] = ()
+    """Further flags that mean this option, such as "dry_run"."""
     file_aliases: tuple[str, ...] = ()
     """Further keys that mean this option in a file (the spelling of related tools)."""
     variable_aliases: tuple[str, ...] = ()
@@ -160,7 +162,8 @@ def flag_names(option: Option) -> list[str]:
     >>> flag_names(OPTIONS["tee"])
     ['--tee', '-t']
     """
-    return _both_spellings("--" + option.name) + ([option.short] if option.short else [])
+    names = (option.name, *option.flag_aliases)
+    return [flag for name in names for flag in _both_spellings("--" + name)] + ([option.short] if option.short else [])
 
 
 def negative_flag_names(option: Option) -> list[str]:

@@ -577,7 +577,11 @@ class Command:
         False, short="-q", in_file=False, in_environment=False, help="Suppress the launcher's own messages; failures are still reported."
     )
     show: bool = declare(
-        False, in_file=False, in_environment=False, help="Print the resolved plan and where each value came from, and start nothing."
+        False,
+        flag_aliases=("dry_run",),
+        in_file=False,
+        in_environment=False,
+        help="Print the resolved plan and where each value came from, and start nothing. With use_fsdp: the mesh of processes too.",
     )
 
 

@@ -304,8 +304,8 @@ def _interpreter_flags() -> Sequence[str]:
     return flags
 
 
-def describe_plan(plan: LaunchPlan, config: Config) -> str:
-    """Return the plan as text: what would start, and where each option came from."""
+def describe_plan(plan: LaunchPlan, config: Config, mesh: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the plan as text: what would start, the rows of its mesh, and where each option came from."""
     here = f"{plan.local_processes} on this machine" + (f", {plan.num_processes} in total" if plan.num_machines > 1 else "")
     rendezvous = plan.rendezvous
     port = "a free port" if rendezvous.port is None else f"port {rendezvous.port}"
@@ -322,6 +322,8 @@ def describe_plan(plan: LaunchPlan, config: Config) -> str:
     if not plan.single:
         rows += [("meeting", where), ("restarts", str(plan.max_restarts)), ("tee", plan.tee), ("logs", plan.log_dir or "none")]
     lines = _table(rows)
+    if mesh:
+        lines += ["", "mesh of the processes", *("  " + line for line in _table(mesh))]
     lines += ["", "environment of every process, in addition to this one's"]
     lines += [f"  {name}={value}" for name, value in sorted(plan.environment.items())]
     lines += ["", "options that are set"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "USES", "MeshSizes"]
+__all__ = ["AXES", "USES", "MeshSizes", "describe_mesh"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Outermost first: neighbours along the last axis have consecutive ranks."""
@@ -238,3 +238,61 @@ class MeshSizes:
         # The flat view is handed out, not looked up by name in the root: torch is about to stop answering that.
         # torch internals: `_flatten` (torch 2.13) has no public name yet. tests/parallel/test_mesh.py notices a change.
         return mesh[inside[0]] if len(inside) == 1 else mesh[inside]._flatten(name)
+
+
+_MEANINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "pp": "stages of the model",
+        "dp_replicate": "copies of the shards, which average their gradients",
+        "dp_shard": "shards of one copy of the model",
+        "cp": "parts of a sequence",
+        "sp": "parts of a sequence",
+        "tp": "parts of each matrix",
+    }
+)
+_SHOWN_GROUPS = 4
+
+
+def describe_mesh(sizes: MeshSizes, local_processes: int, machine_rank: int = 0) -> list[tuple[str, str]]:
+    """Return rows of a table about a mesh: its axes, the groups that ranks of one machine are in, and the global batch.
+
+    Ranks of a machine are consecutive.
+
+    >>> for row in describe_mesh(MeshSizes(dp_replicate=2, dp_shard=4), 4):
+    ...     print("%s: %s" % row)
+    sizes: 8 processes = dp_replicate 2 x dp_shard 4, 4 on each of 2 machines
+    dp_replicate 2: copies of the shards, which average their gradients; 4 groups of 2 ranks across machines
+      of machine 0: 0 4 | 1 5 | 2 6 | 3 7
+    dp_shard 4: shards of one copy of the model; 2 groups of 4 ranks, each within a machine
+      of machine 0: 0-3
+    data parallel: 8 processes read different samples: the global batch is 8 x the batch size of a process
+    """
+    machines = math.ceil(sizes.total / local_processes)
+    local = range(machine_rank * local_processes, min((machine_rank + 1) * local_processes, sizes.total))
+    rows = [("sizes", f"{sizes}, {local_processes} on {f'each of {machines} machines' if machines > 1 else 'one machine'}")]
+    for axis in sizes.active:
+        groups = tuple(dict.fromkeys(sizes.peers(rank, axis) for rank in local))
+        length = sizes.size(axis)
+        stride = groups[0][1] - groups[0][0]
+        # a group lies within a machine if the ranks that it spans fit into one, and no machine ends inside of it
+        within = local_processes % (stride * length) == 0 or machines == 1
+        where = ("" if machines == 1 else ", each within a machine") if within else " across machines"
+        count = sizes.total // length
+        number = f"{count} {'group' if count == 1 else 'groups'} of {length} ranks"
+        shown = " | ".join(_compress(group) for group in groups[:_SHOWN_GROUPS])
+        more = f" | ... ({len(groups)} in all)" if len(groups) > _SHOWN_GROUPS else ""
+        rows += [(f"{axis} {length}", f"{_MEANINGS[axis]}; {number}{where}"), (f"  of machine {machine_rank}", shown + more)]
+    batch = sizes.size("batch")
+    readers = f"{batch} processes read different samples" if batch == sizes.total else f"{batch} groups of processes read different samples"
+    return [*rows, ("data parallel", f"{readers}: the global batch is {batch} x the batch size of a process")]
+
+
+def _compress(ranks: tuple[int, ...]) -> str:
+    """Return the ranks of a group, which are equally far apart, in a few characters.
+
+    >>> _compress((0, 1, 2, 3)), _compress((0, 8)), _compress(tuple(range(0, 1024, 8)))
+    ('0-3', '0 8', '0 8 16 ... 1016')
+    """
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return " ".join(map(str, ranks)) if len(ranks) <= _SHOWN_GROUPS else f"{' '.join(map(str, ranks[:3]))} ... {ranks[-1]}"
