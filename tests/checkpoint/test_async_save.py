@@ -104,7 +104,7 @@ def test_error_raised_once_at_next_call(
         "load": lambda: run.accelerator.load_state(where),
         "end": run.accelerator.end_training,
     }
-    with pytest.raises(CheckpointError, match=r"first, which was saved asynchronously, failed: (.|\n)*The disk is full"):
+    with pytest.raises(CheckpointError, match=r"first: the async save failed: (.|\n)*The disk is full"):
         calls[call]()
     assert "The disk is full" in caplog.text
     run.accelerator._saver.disk = Disk()

@@ -153,7 +153,7 @@ def test_abandoned_stages_leave_nothing(tmp_path: Path) -> None:
     stage.abandon()
     stage = fails_while_saving(tmp_path / "first")
     assert (step_of(tmp_path / "first"), os.listdir(tmp_path)) == (1, ["first"])
-    with pytest.raises(CheckpointError, match="this save is over"):
+    with pytest.raises(CheckpointError, match="this save has ended"):
         stage.add("x", [b""], 0)
 
 
@@ -225,9 +225,9 @@ def test_places_no_checkpoint_can_take(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path / "work" / "inner")
     bad = {
         "/": "root",
-        ".": "works in that folder",
-        "..": "works in that folder",
-        str(tmp_path / "work"): "works in that folder",
+        ".": "holds the working directory",
+        "..": "holds the working directory",
+        str(tmp_path / "work"): "holds the working directory",
         str(tmp_path / "file"): "there is a file of that name",
         str(tmp_path / "link"): "symbolic link",
         str(tmp_path / "link/"): "symbolic link",
@@ -238,7 +238,7 @@ def test_places_no_checkpoint_can_take(tmp_path: Path, monkeypatch: pytest.Monke
     for path, why in bad.items():
         with pytest.raises(ConfigError, match=why) as caught:
             LocalTarget(path).begin()
-        assert "Give a folder of its own, such as /" in str(caught.value)
+        assert "Use a separate folder, such as /" in str(caught.value)
     assert (tmp_path / "file").read_text() == "mine"
     assert tree(tmp_path / "work") == ["inner"]
 
@@ -527,7 +527,7 @@ def test_file_system_without_locks(tmp_path: Path, caplog: pytest.LogCaptureFixt
     (tmp_path / ".first.saving-01234567").mkdir()
     with caplog.at_level(logging.WARNING):
         save(tmp_path / "first", 1, NoLocks())
-    assert "knows no file locks" in caplog.text
+    assert "does not support file locks" in caplog.text
     assert step_of(tmp_path / "first") == 1
     assert (tmp_path / ".first.saving-01234567").exists()  # it could be alive
 

@@ -219,7 +219,7 @@ def test_save_given_up_leaves_nothing(world: World) -> None:
         folder = stage.folder
     assert world.objects == before
     assert not folder.exists()
-    with pytest.raises(CheckpointError, match="this save is over"):
+    with pytest.raises(CheckpointError, match="this save has ended"):
         stage.add("more", [b"x"], 1)
 
 

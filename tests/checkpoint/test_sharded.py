@@ -391,7 +391,7 @@ def test_joined_stage_is_committed(tmp_path: Path, where: str) -> None:
     with pytest.raises(CheckpointError, match="committed by the process"):
         joined.commit(b"")
     joined.abandon()
-    with pytest.raises(CheckpointError, match="this save is over"):
+    with pytest.raises(CheckpointError, match="this save has ended"):
         joined.add("c.txt", [b""], 0)
     stage.commit(Manifest("1-0123456789abcdef", 1, "now", "us", 2, "sharded", files=entries).dump())
     url = where.format(tmp_path)
@@ -401,7 +401,7 @@ def test_joined_stage_is_committed(tmp_path: Path, where: str) -> None:
 
 def test_unseen_stage_is_an_error(tmp_path: Path) -> None:
     """A process that does not see the stage says so."""
-    with pytest.raises(CheckpointError, match="a folder that all of them see"):
+    with pytest.raises(CheckpointError, match="a file system that all of them share"):
         open_destination(str(tmp_path / "first"), Disk()).join(".first.saving-00112233")
 
 

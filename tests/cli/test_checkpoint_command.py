@@ -112,7 +112,7 @@ def test_ls_leftovers_and_live_saves(tmp_path: Path, run: Run) -> None:
     (tmp_path / ".checkpoint_1.lock").write_text(f"{2**22 + 1} {os.uname().nodename}\n")  # larger than any process id of Linux
     (tmp_path / ".checkpoint_2.lock").write_text(f"{os.getpid()} {os.uname().nodename}\n")
     lines = [line for line in run("ls", tmp_path)[1].splitlines() if "saving-" in line]
-    assert "did not come to its end" in lines[0]
+    assert "did not finish" in lines[0]
     assert "2.0 KB" in lines[0]
     assert f"being saved by process {os.getpid()} on " in lines[1]
 
@@ -150,9 +150,9 @@ def test_folders_no_checkpoints_named_with_reason(tmp_path: Path, data: Any) -> 
     (tmp_path / "checkpoint_2" / MANIFEST).write_bytes(b"{}")
     found = {entry["name"]: entry["why"] for entry in data("ls", tmp_path)[0]["others"]}
     assert sorted(found) == ["checkpoint_2", "other", "plots"]
-    assert "no manifest of a Slipstream checkpoint" in found["checkpoint_2"]
+    assert "not the manifest of a Slipstream checkpoint" in found["checkpoint_2"]
     assert "Accelerate" in found["other"]
-    assert "it holds nothing" in found["plots"]
+    assert "it contains nothing" in found["plots"]
 
 
 def test_latest_names_nothing_said(tmp_path: Path, run: Run) -> None:
@@ -230,7 +230,7 @@ def test_verify_numbered_folder_without_manifest(tmp_path: Path, run: Run) -> No
     (tmp_path / "checkpoint_2").mkdir()
     code, out, _ = run("verify", tmp_path)
     assert code == 1
-    assert out.startswith(f"{tmp_path / 'checkpoint_2'} is no checkpoint")
+    assert out.startswith(f"{tmp_path / 'checkpoint_2'} is not a checkpoint")
 
 
 def test_verify_folder_without_checkpoints(tmp_path: Path, run: Run) -> None:

@@ -33,10 +33,10 @@ from small import content, fill, manifest_for, save, step_of
 
 SIZES = {"model.safetensors": 9000, "unet/config.json": 20}
 
-BOTH = "it and the one before it are both whole"
+BOTH = "it and the one before it are both complete"
 """What is said if the disk fails for good between the exchange of two folders and its confirmation; a passing failure is taken back."""
 
-UNCONFIRMED = "it is whole, but the disk has not confirmed it"
+UNCONFIRMED = "it is complete, but the disk has not confirmed it"
 """The same where there was none before."""
 
 Save = Callable[[Path, Disk], None]
@@ -120,7 +120,7 @@ def saying(error: CheckpointError, folder: Path) -> bool:
     named = re.search(rf"{re.escape(str(folder))}/\S+ could not be saved: {re.escape(str(folder))}\S*: ({reasons})\.", text) or re.search(
         rf"could not be saved: {re.escape(str(folder))}\S* -> \S+: ({reasons})\.", text
     )
-    nothing_lost = text.endswith("What was there before is untouched.") or BOTH in text or UNCONFIRMED in text
+    nothing_lost = text.endswith("The previous checkpoint is untouched.") or BOTH in text or UNCONFIRMED in text
     what_to_do = re.search("choose another (disk|folder|one)|use a folder below", text.split("\n")[1])
     return named is not None and what_to_do is not None and nothing_lost
 

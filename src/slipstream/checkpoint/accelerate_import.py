@@ -3,15 +3,15 @@
     model.safetensors, model_1.safetensors, ...      weights; or pytorch_model.bin, ...; or shards with an index
     pytorch_model_fsdp_0/, optimizer_0/, ...         under FSDP: folders of torch.distributed.checkpoint, or pytorch_model_fsdp.bin
     optimizer.bin, optimizer_1.bin, ...              state_dict() of optimizers; likewise scheduler.bin and scaler.pt
-    sampler.bin, dl_state_dict.bin, ...              a pickled sampler, the position of a stateful loader: not read, as the order of
-                                                     samples is another one here
+    sampler.bin, dl_state_dict.bin, ...              a pickled sampler, the position of a stateful loader: not read, because
+                                                     Slipstream orders samples differently
     random_states_0.pkl, random_states_1.pkl, ...    one per process: random states and the step count
     custom_checkpoint_0.pkl, ...                     registered objects
 
-All but the weights were written by torch.save, that is with pickle. Files are opened inside the folder alone and read as data by
-`pickle_reader.py`; nothing is unpickled unless `allow_pickle=True`, and then only files that hold more than data (never those of
-torch.distributed.checkpoint, whose tensors stay placeholders until a rank knows its part). Random states are checked before they are
-handed on. What could not be taken over is listed in `AccelerateCheckpoint.warnings`. Neither the folder nor a live object is changed.
+All but safetensors files were written by torch.save, with pickle. Files are opened inside the folder only and read as data by
+`pickle_reader.py`; nothing is unpickled unless `allow_pickle=True`, and then only files with more than data (never those of
+torch.distributed.checkpoint, whose tensors stay placeholders until a rank knows its part). Random states are checked on unused
+generators. `AccelerateCheckpoint.warnings` lists what could not be read. Neither the folder nor a live object is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -32,14 +32,12 @@ from slipstream.checkpoint.manifest import ACCELERATE_FILE, FSDP_MODEL_NAME, MAN
 from slipstream.checkpoint.pickle_reader import TorchFileValues, read_values
 from slipstream.checkpoint.pickle_records import NotPlainError
 from slipstream.checkpoint.sharded import TensorPlaceholders
-from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError
+from slipstream.checkpoint.weight_source import WeightSource, read_index
 from slipstream.devices.table import CPU, FAMILIES
 from slipstream.errors import CheckpointError
-from slipstream.files import strict_json
-from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.paths import ConfinedFolder
 from slipstream.files.reader import read_whole
-from slipstream.files.safetensors_layout import read_layout
 
 __all__ = [
     "AccelerateCheckpoint", "is_accelerate_checkpoint", "read_accelerate_checkpoint", "read_random_states",
@@ -52,11 +50,11 @@ _OF_DEVICES = re.compile(r"torch_([a-z]+)_manual_seed", re.ASCII)
 
 
 def read_random_states(value: Any, where: str, warnings: list[str]) -> tuple[dict[str, Any], int]:
-    """Return the states in what a random_states file holds; `warnings` is told what was left out.
+    """Return the random states and the step in a random_states file; what is left out is added to `warnings`.
 
     >>> read_random_states({"step": 3, "random_state": None}, "random_states_0.pkl", [])
     Traceback (most recent call last):
-    slipstream.errors.CheckpointError: random_states_0.pkl: its random_state is not what Python's generator has
+    slipstream.errors.CheckpointError: random_states_0.pkl: its random_state is not a state of Python's generator
     """
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} cannot be used: it is not a mapping")
@@ -72,10 +70,10 @@ def read_random_states(value: Any, where: str, warnings: list[str]) -> tuple[dic
         elif kind and any(family.type == kind[1] and family is not CPU for family in FAMILIES):
             states[kind[1]] = [_of_torch(entry, where) for entry in (state if isinstance(state, (list, tuple)) else [state])]
         elif name != "step":
-            warnings.append(f"{where} has a random state {name!r:.80}, for which there is no place here; it was left out")
+            warnings.append(f"{where} has a random state {name!r:.80}, which has no counterpart here; it was left out")
     step = value.get("step", 0)
     if type(step) is not int or not 0 <= step < 2**60:
-        raise CheckpointError(f"{where}: its step {step!r:.80} is no count")
+        raise CheckpointError(f"{where}: its step {step!r:.80} is not a count")
     return states, step
 
 
@@ -84,24 +82,24 @@ def _of_python(state: Any, where: str) -> dict[str, Any]:
         case (3, tuple() as words, None | float() as gauss) if all(type(word) is int and 0 <= word < 2**32 for word in words):
             _try(random.Random().setstate, state, f"{where}: its random_state")
             return {"version": 3, "words": list(words), "gauss": gauss}
-    raise CheckpointError(f"{where}: its random_state is not what Python's generator has")
+    raise CheckpointError(f"{where}: its random_state is not a state of Python's generator")
 
 
 def _of_numpy(state: Any, where: str) -> dict[str, Any]:
     match state:
         case ("MT19937", numpy.ndarray() as key, int() as position, 0 | 1 as has_gauss, float() as gauss) if key.dtype == numpy.uint32:
-            if key.shape != (_WORDS,) or not 0 <= position <= _WORDS:  # numpy does not look, and would read behind the end
-                raise CheckpointError(f"{where}: its numpy_random_seed has {key.size} words, and stands at {position}; {_WORDS} are right")
+            if key.shape != (_WORDS,) or not 0 <= position <= _WORDS:  # numpy does not check, and would read out of bounds
+                raise CheckpointError(f"{where}: its numpy_random_seed has {key.size} words, not {_WORDS}, or the position {position}")
             words = {"key": key.tolist(), "pos": position}
             plain = {"bit_generator": "MT19937", "state": words, "has_gauss": has_gauss, "gauss": gauss}
             _try(numpy.random.RandomState().set_state, plain, f"{where}: its numpy_random_seed")
             return plain
-    raise CheckpointError(f"{where}: its numpy_random_seed is not what numpy's generator has")
+    raise CheckpointError(f"{where}: its numpy_random_seed is not a state of numpy's generator")
 
 
 def _of_torch(state: Any, where: str) -> torch.Tensor:
     if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or state.dim() != 1 or not 0 < state.numel() <= _LARGEST_STATE:
-        raise CheckpointError(f"{where}: one of its random states of torch is not a row of bytes")
+        raise CheckpointError(f"{where}: one of its torch random states is not a one-dimensional tensor of bytes")
     return state.clone()
 
 
@@ -112,15 +110,14 @@ def _of_host(state: Any, where: str) -> torch.Tensor:
 
 
 def _try(set_state: Callable[[Any], Any], state: Any, what: str) -> None:
-    """Set a generator that nobody uses."""
+    """Set the state of an unused generator."""
     try:
         set_state(state)
     except (TypeError, ValueError, RuntimeError, OverflowError, IndexError) as problem:
-        raise CheckpointError(f"{what} is refused by the generator: {problem!s:.200}") from None
+        raise CheckpointError(f"{what} is rejected by the generator: {problem!s:.200}") from None
 
 
 _LARGEST_SMALL_FILE = 256 * 2**20
-_LARGEST_INDEX = 64 * 2**20
 _SAFE, _TORCH = ".safetensors", ".bin"
 _WEIGHTS: Final = (("model", _SAFE), ("pytorch_model", _TORCH), (FSDP_MODEL_NAME, _TORCH), (FSDP_MODEL_NAME, _SAFE))
 _FSDP_PATTERN: Final = re.compile(rf"{FSDP_MODEL_NAME}(_\d{{1,9}})?(/|\.bin$|\.safetensors$)|{OPTIMIZER_NAME}_\d{{1,9}}/", re.ASCII)
@@ -136,32 +133,32 @@ _OTHER_LAYOUTS: Final = (
 
 @dataclass(frozen=True)
 class AccelerateCheckpoint:
-    """What a checkpoint of Accelerate holds. Tensors are on the CPU, in memory of their own."""
+    """The content of a checkpoint of Accelerate. Tensors are on the CPU; those of models may be views of mapped files."""
 
     models: list[dict[str, Any]]
-    """State dicts. Of tied weights in safetensors files one name alone is there."""
+    """State dicts. Safetensors files have only one name of tied weights."""
     optimizers: list[dict[str, Any]]
     """States of optimizers; those of FSDP go by names of parameters instead of numbers."""
     schedulers: list[dict[str, Any]]
     scaler: dict[str, Any] | None
     ranks: dict[int, dict[str, Any]]
-    """By rank: random states as `slipstream.devices.rng.restore` takes them."""
+    """Random states by rank, as arguments of `slipstream.devices.rng.restore`."""
     objects: dict[int, Any]
-    """By number: states of registered objects; those that could not be read are not here."""
+    """States of registered objects by number, without those that could not be read."""
     step: int
-    """Batches counted by the first process, as its accelerator counts them for accumulation."""
+    """The batches that the accelerator of the first process counted for accumulation."""
     world: int
-    """Processes of the run that saved it."""
+    """The number of processes that saved it."""
     warnings: list[str] = field(default_factory=list)
-    """What could not be taken over, a sentence each."""
+    """What could not be read, a sentence each."""
     unread: set[int] = field(default_factory=set)
-    """Numbers of registered objects that are there and could not be read."""
+    """Numbers of registered objects that could not be read."""
     placeholders: TensorPlaceholders = field(default_factory=TensorPlaceholders)
-    """What stands in `models` and `optimizers` for tensors in folders of torch.distributed.checkpoint."""
+    """Placeholders in `models` and `optimizers` of tensors in folders of torch.distributed.checkpoint."""
 
 
 def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder looks like a checkpoint of Accelerate (in any of its layouts, those that cannot be read too).
+    """Whether a folder looks like a checkpoint of Accelerate, in any of its layouts, readable or not.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -177,22 +174,20 @@ def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
     return MANIFEST not in names and (any(map(_marks_checkpoint, names)) or _other_layout(names) is not None)
 
 
-def read_accelerate_checkpoint(
-    folder: str | os.PathLike[str], *, allow_pickle: bool = False, ranks: Container[int] | None = None
-) -> AccelerateCheckpoint:
-    """Return what is in a checkpoint of Accelerate. `ranks` limits whose random states are read (all of them if left out).
+def read_accelerate_checkpoint(folder: str | os.PathLike[str], *, allow_pickle: bool = False) -> AccelerateCheckpoint:
+    """Return the content of a checkpoint of Accelerate.
 
-    With `allow_pickle=True`, files that hold objects of other classes are unpickled, which runs code that they name:
-    only for checkpoints that you or people you trust have written.
+    With `allow_pickle=True`, files with objects of other classes are unpickled, which runs code that they name. Use it only for
+    checkpoints from a source that you trust.
     """
     with ConfinedFolder(folder) as opened:
         names = _names(opened)
         _check_layout(opened, names)
-        return _FolderReader(opened, names, allow_pickle).read(ranks)
+        return _FolderReader(opened, names, allow_pickle).read()
 
 
 def _names(folder: ConfinedFolder) -> frozenset[str]:
-    """Return all names in a folder. Links and the like are among them: opening them is refused where they would be read."""
+    """Return all names in a folder, also those of links, which cannot be opened."""
     refused: list[str] = []
     return frozenset([*folder.names(refused), *refused])
 
@@ -212,20 +207,19 @@ def _check_layout(folder: ConfinedFolder, names: frozenset[str]) -> None:
     other = _other_layout(names)
     if other is not None:
         raise CheckpointError(
-            f"{folder.path} holds a checkpoint {other[1]} ({other[0]}), whose tensors are spread over files. Those are not read "
-            f"here. Join the weights with {other[2]} first, and load them with load_checkpoint_in_model; or save the state again without "
-            "sharding."
+            f"{folder.path} is a checkpoint {other[1]} ({other[0]}), with sharded tensors, which are not read here. Merge the weights with "
+            f"{other[2]} first and load them with load_checkpoint_in_model, or save the state again without sharding."
         )
     if not any(map(_marks_checkpoint, names)):
         there = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
         raise CheckpointError(
-            f"{folder.path} is no checkpoint: expected was a {MANIFEST} (Slipstream), or files like optimizer.bin and random_states_0.pkl "
-            f"(Accelerate), and there is {there}. Weights alone are loaded with load_checkpoint_in_model."
+            f"{folder.path} is not a checkpoint: it has neither a {MANIFEST} (Slipstream) nor files like optimizer.bin and "
+            f"random_states_0.pkl (Accelerate), but {there}. Load weights alone with load_checkpoint_in_model."
         )
 
 
 class _FolderReader:
-    """Reads one folder; remembers what it had to leave out."""
+    """Reads one folder, and collects warnings about what it leaves out."""
 
     def __init__(self, folder: ConfinedFolder, names: frozenset[str], allow_pickle: bool) -> None:
         self._folder = folder
@@ -234,42 +228,42 @@ class _FolderReader:
         self._warnings: list[str] = []
         self._placeholders = TensorPlaceholders()
 
-    def read(self, ranks: Container[int] | None) -> AccelerateCheckpoint:
+    def read(self) -> AccelerateCheckpoint:
         models = [self._model(number) for number in range(self._count_of_models())]
-        optimizers = [self._optimizer(name) for name in self._in_a_row(OPTIMIZER_NAME, ".bin", folders=True)]
+        optimizers = [self._optimizer(name) for name in self._consecutive(OPTIMIZER_NAME, ".bin", folders=True)]
         if DCP_METADATA in self._names:
             models, optimizers = self._dcp_states()
-        schedulers = [self._state(name) for name in self._in_a_row("scheduler", ".bin")]
+        schedulers = [self._state(name) for name in self._consecutive("scheduler", ".bin")]
         scaler = self._state("scaler.pt", _check_scaler) if "scaler.pt" in self._names else None
         custom = self._numbered("custom_checkpoint", ".pkl", first=0)
         objects = {number: entry[0] for number, name in custom if (entry := self._object(name))}
         unread = {number for number, _ in custom} - set(objects)
-        states, step, world = self._ranks(ranks)
+        states, step, world = self._ranks()
         if not models:
-            self._warnings.append(f"{self._folder.path} holds no weights under a name that Accelerate gives; a hook may have written them")
-        self._say_differences(bool(schedulers), world)
+            self._warnings.append(f"{self._folder.path} has no weights under the names that Accelerate uses; a hook may have written them")
+        self._warn_differences(bool(schedulers), world)
         return AccelerateCheckpoint(
             models, optimizers, schedulers, scaler, states, objects, step, world, self._warnings, unread, self._placeholders
         )
 
-    def _say_differences(self, has_schedulers: bool, world: int) -> None:
+    def _warn_differences(self, has_schedulers: bool, world: int) -> None:
         data_files = [name for stem in ("sampler", "dl_state_dict") for _, name in self._numbered(stem, ".bin")]
         if data_files:
             self._warnings.append(
-                f"{', '.join(map(self._where, data_files))}: not read, because the order of samples is another one here. Loaders begin at "
-                "their start; skip_first_batches(loader, n) leaves out as many batches as were read, with other samples in them."
+                f"{', '.join(map(self._where, data_files))}: not read, because Slipstream orders samples differently. Loaders start from "
+                "the beginning; skip_first_batches(loader, n) skips as many batches, with different samples."
             )
         else:
             self._warnings.append(
-                "Accelerate noted no position in the data here: loaders begin an epoch; skip_first_batches goes to where you know it was"
+                "Accelerate saved no position in the data here: loaders start an epoch; use skip_first_batches if you know the position"
             )
         if has_schedulers and world > 1:
             self._warnings.append(
-                f"{self._folder.path} was saved by {world} processes of a library that moves schedulers {world} times per update: the "
-                "schedule goes on from where it is. Pass Accelerator(scheduler_steps_per_process=True) to go on moving it so."
+                f"{self._folder.path} was saved by {world} processes of a library that steps schedulers {world} times per update: the "
+                "schedule continues at its position. Pass Accelerator(scheduler_steps_per_process=True) to step it in that way."
             )
 
-    # -- which files there are
+    # -- which files exist
 
     def _numbered(self, stem: str, suffix: str, first: int = 1) -> list[tuple[int, str]]:
         """Return number and name of `stem.suffix` (number 0), `stem_1.suffix`, ...; with `first=0` of `stem_0.suffix`, ..."""
@@ -282,7 +276,7 @@ class _FolderReader:
         pattern = re.compile(rf"({stem}_(0|[1-9]\d{{0,5}}))/", re.ASCII)
         return sorted({(int(match[2]), match[1]) for name in self._names if (match := pattern.match(name))})
 
-    def _in_a_row(self, stem: str, suffix: str, *, folders: bool = False) -> list[str]:
+    def _consecutive(self, stem: str, suffix: str, *, folders: bool = False) -> list[str]:
         files = self._numbered(stem, suffix)
         taken = {number for number, _ in files}
         found = sorted([*files, *((number, name) for number, name in (self._folders(stem) if folders else []) if number not in taken)])
@@ -299,7 +293,7 @@ class _FolderReader:
             raise CheckpointError(f"{self._folder.path} has weights of model {max(numbers)}, not of {min(missing)}: a part is missing")
         return len(numbers)
 
-    # -- how one of them is read
+    # -- reading a file
 
     def _where(self, name: str) -> str:
         return str(self._folder.path / name)
@@ -309,15 +303,13 @@ class _FolderReader:
         try:
             size = os.fstat(fd).st_size
             if largest is not None and size > largest:
-                raise CheckpointError(f"{self._where(name)} has {size:,} bytes; such a file has a few thousand. It is not read.")
+                raise CheckpointError(f"{self._where(name)} has {size:,} bytes, where a few thousand are usual. It is not read.")
             return read_whole(fd, size, digest=False, where=self._where(name))[0]
         finally:
             os.close(fd)
 
     def _values(self, name: str, largest: int | None = None) -> TorchFileValues:
-        """Return the values in a file; if more than data is in it, it is unpickled where that is allowed, and refused with `NotPlainError`
-        else.
-        """
+        """Return the values in a file. One with more than data is unpickled if that is allowed, else `NotPlainError`."""
         try:
             values = read_values(self._buffer(name, largest), self._where(name))
         except (NotPlainError, LegacyFormatError) as problem:
@@ -329,12 +321,12 @@ class _FolderReader:
         return values
 
     def _plain(self, name: str, largest: int | None = None, *, views: bool = False) -> Any:
-        """Return what a file holds. Its tensors have memory of their own; with `views` they share that of all its bytes."""
+        """Return the content of a file. Its tensors own their memory; with `views` they share that of the whole file."""
         values = self._values(name, largest)
         if values.unknown:
             raise NotPlainError(
-                f"{self._where(name)} holds more than data: {_listed(values.unknown)}. Making those runs code that the file names; "
-                "if you trust it, pass allow_pickle=True."
+                f"{self._where(name)} contains more than data: {_listed(values.unknown)}. Building those runs code that the file "
+                "names; if you trust it, pass allow_pickle=True."
             )
         return values.value if views else values.owned()
 
@@ -342,7 +334,7 @@ class _FolderReader:
         with os.fdopen(self._folder.open(name), "rb") as file:
             try:
                 value = torch.load(file, map_location="cpu", weights_only=False)
-            except Exception as problem:  # whatever the classes in it do
+            except Exception as problem:  # its classes may raise anything
                 raise CheckpointError(f"{self._where(name)} cannot be unpickled: {type(problem).__name__}: {problem!s:.500}") from problem
         return TorchFileValues(value, (), lambda: value)
 
@@ -366,9 +358,9 @@ class _FolderReader:
         ]
         found += [(name, "/", False) for place, name in self._folders(FSDP_MODEL_NAME) if place == number]
         for name, _, _ in found[1:]:
-            self._warnings.append(f"{self._where(name)} was not read, because {found[0][0]} holds weights of the same model")
+            self._warnings.append(f"{self._where(name)} was not read, because {found[0][0]} has weights of the same model")
         name, suffix, is_index = found[0]
-        return self._sharded(name, suffix) if is_index else self._weights(name, suffix)
+        return self._indexed_weights(name, suffix) if is_index else dict(self._weights(name, suffix))
 
     def _optimizer(self, name: str) -> dict[str, Any]:
         if name.endswith(".bin"):
@@ -401,34 +393,25 @@ class _FolderReader:
         optimizers = [key for key in ("optimizer", "optim") if key in nested]
         return [self._dcp_weights(folder)], [self._dcp_optimizer(folder, key) for key in optimizers[:1]]
 
-    def _weights(self, name: str, suffix: str) -> dict[str, Any]:
+    def _weights(self, name: str, suffix: str) -> Mapping[str, Any]:
         if suffix == "/":
             return self._dcp_weights(self._open_dcp(name))
         if suffix == _TORCH:
             return self._state(name, _check_weights, views=True)  # they are copied into a model
-        buffer = self._buffer(name)
-        layout = read_layout(lambda offset, count: buffer[offset : offset + count], len(buffer), self._where(name))
-        at = layout.data_start
-        return {
-            entry.name: from_buffer(buffer, entry.dtype, entry.shape, at + entry.start, at + entry.end) for entry in layout.entries.values()
-        }
+        return WeightSource(self._folder.path, (name,)).open(name).tensors
 
-    def _sharded(self, index: str, suffix: str) -> dict[str, Any]:
-        where = self._where(index)
-        content = strict_json.parse(self._folder.read(index, _LARGEST_INDEX), where)
-        places = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(places, dict) or not places:
-            raise CheckpointError(f"{where} is no index of weights: it has no weight_map")
-        files = {check_name(name, where): self._weights(name, suffix) for name in dict.fromkeys(_texts(places, where))}
-        missing = [tensor for tensor, name in places.items() if tensor not in files[name]]
-        if missing:
-            raise CheckpointError(f"{where} says that {missing[0]!r:.200} is in {places[missing[0]]}, and it is not: two saves are mixed")
-        extra = sum(len(content) for content in files.values()) - len(places)
-        if extra:
+    def _indexed_weights(self, index: str, suffix: str) -> dict[str, Any]:
+        where, source = self._where(index), read_index(self._folder.path, index)
+        if foreign := [name for name in source.files if not name.endswith(suffix)]:
+            raise CheckpointError(f"{self._where(foreign[0])} is listed in {where}, and is not a {suffix} file")
+        files, locations = {name: self._weights(name, suffix) for name in source.files}, source.weight_map or {}
+        if missing := [tensor for tensor, name in locations.items() if tensor not in files[name]]:
+            raise CheckpointError(f"{where} lists {missing[0]!r:.200} in {locations[missing[0]]}, and it is not there: two saves are mixed")
+        if extra := sum(map(len, files.values())) - len(locations):
             self._warnings.append(f"{where} does not list {extra} of the tensors in its files; they were left out")
-        return {tensor: files[name][tensor] for tensor, name in places.items()}
+        return {tensor: files[name][tensor] for tensor, name in locations.items()}
 
-    # -- what may be left out
+    # -- optional parts
 
     def _object(self, name: str) -> tuple[Any] | None:
         try:
@@ -437,21 +420,17 @@ class _FolderReader:
             self._warnings.append(f"{problem} This registered object was left out.")
             return None
 
-    def _ranks(self, wanted: Container[int] | None) -> tuple[dict[int, dict[str, Any]], int, int]:
+    def _ranks(self) -> tuple[dict[int, dict[str, Any]], int, int]:
         files = self._numbered("random_states", ".pkl", first=0)
         states: dict[int, dict[str, Any]] = {}
         step = 0
         for rank, name in files:
-            if rank != 0 and wanted is not None and rank not in wanted:
-                continue
             try:
-                found, count = read_random_states(self._plain(name, _LARGEST_SMALL_FILE), self._where(name), self._warnings)
+                states[rank], count = read_random_states(self._plain(name, _LARGEST_SMALL_FILE), self._where(name), self._warnings)
             except NotPlainError as problem:
                 self._warnings.append(f"{problem} The random states of rank {rank} were left out.")
                 continue
             step = count if rank == 0 else step
-            if wanted is None or rank in wanted:
-                states[rank] = found
         if not files:
             self._warnings.append(f"{self._folder.path} has no random_states_0.pkl: random states and the step count were not restored")
         return states, step, max((rank + 1 for rank, _ in files), default=1)
@@ -465,30 +444,23 @@ def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(f"{name:.80}" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _texts(places: Mapping[str, Any], where: str) -> list[str]:
-    wrong = [tensor for tensor, name in places.items() if not isinstance(name, str)]
-    if wrong:
-        raise CheckpointError(f"{where} names no file for {wrong[0]!r:.200}")
-    return list(places.values())
-
-
 def _check_weights(state: dict[str, Any]) -> str | None:
-    return None if all(isinstance(name, str) for name in state) else "has weights whose names are no texts"
+    return None if all(isinstance(name, str) for name in state) else "has weights whose names are not strings"
 
 
 def _check_optimizer(state: dict[str, Any]) -> str | None:
     groups, states = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(states, dict):
-        return "is no state of an optimizer: it has no list param_groups or no mapping state"
+        return "is not the state of an optimizer: it has no list param_groups or no mapping state"
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        return "has a group of parameters without a list of them"
+        return "has a parameter group without a list of parameters"
     given = [key for group in groups for key in group["params"]]
     kind = str if any(type(key) is str for key in given) else int  # states of sharded models go by names
     keys = {key for key in given if type(key) is kind}
     if len(keys) != len(given):
         return "does not number its parameters, each once, nor name them"
     if not all(type(key) is kind and key in keys and isinstance(state, dict) for key, state in states.items()):
-        return "has a state of a parameter that is in none of its groups"
+        return "has the state of a parameter that is in none of its groups"
     return None
 
 

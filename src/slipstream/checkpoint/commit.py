@@ -1,18 +1,18 @@
-"""Commit a checkpoint: a folder becomes a checkpoint wholly, or not at all.
+"""Commit a checkpoint: a folder becomes a checkpoint completely or not at all.
 
     stage    .NAME.saving-HEX beside the target; every file is written, checksummed and synced
     seal     MANIFEST.json last; then every folder of the stage is synced
     publish  one rename, or where NAME exists, one exchange of the two; then the parent folder is synced
-    tidy     only now the replaced one is removed; files that others put into it move into the new one
+    tidy     remove the replaced one; files that others put into it move into the new one
 
 Beside a checkpoint there may also be .NAME.lock (held by the process that saves to NAME), .NAME.was-HEX (a folder that was replaced, or
 is about to become NAME) and .NAME.removing-HEX (being removed). A crash at any moment leaves the old checkpoint or the new one under the
 name, and perhaps hidden folders that the next save removes. Where the system has no atomic exchange there are two renames, and
 `find_recoverable` finds what a crash between them left. A lock ends with its process, so a dead save never blocks another one, and a
-second live process that saves to the same name gets an error that names the first.
+second live process that saves to the same name raises an error that names the first.
 
-A committed checkpoint is never changed or removed before the next one is on the disk, no link is followed, and no file of others is
-removed. Errors of the system become a `CheckpointError` that names the file and what to do. Nothing here imports torch.
+A committed checkpoint is never changed or removed before the next one is on the disk, no link is followed, and files of others are never
+removed. An `OSError` becomes a `CheckpointError` that names the file and what to do. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from slipstream.files.reader import read_digest
 from slipstream.logging import get_logger
 
 __all__ = [
-    "HiddenKind", "JoinedStage", "LocalStage", "LocalTarget", "acquire_lock", "discard_replaced", "find_recoverable",
-    "hidden_path", "lock_path", "names_with_leftovers", "remove_checkpoint", "sweep_leftovers", "sweep_locked",
+    "HiddenKind", "JoinedStage", "LocalStage", "LocalTarget", "acquire_lock", "discard_replaced", "find_recoverable", "hidden_path",
+    "is_alive", "lock_path", "names_with_leftovers", "read_lock_owner", "remove_checkpoint", "sweep_leftovers", "sweep_locked",
     "write_latest",
 ]
 
@@ -50,9 +50,10 @@ __all__ = [
 HiddenKind = Literal["saving", "was", "removing"]
 
 _HIDDEN: Final = re.compile(r"\.(?P<stem>.+)\.((?P<kind>saving|was|removing)-[0-9a-f]{8}|lock)", re.DOTALL)
-_LONGEST_STEM: Final = 200  # with what is put around it a name stays below the 255 bytes of every file system
+_LONGEST_STEM: Final = 200  # with prefix and suffix, a name stays below the 255 bytes that file systems allow
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _CHILD_GRACE_SECONDS: Final = 10.0
+_LONGEST_LOCK: Final = 4096
 
 
 def hidden_path(path: Path, kind: HiddenKind) -> Path:
@@ -61,53 +62,53 @@ def hidden_path(path: Path, kind: HiddenKind) -> Path:
     >>> hidden_path(Path("/data/first"), "saving").name[:14]
     '.first.saving-'
     """
-    return path.with_name(f".{_stem(path.name)}.{kind}-{secrets.token_hex(4)}")
+    return path.with_name(f".{_short_name(path.name)}.{kind}-{secrets.token_hex(4)}")
 
 
 def names_with_leftovers(folder: Path) -> set[str]:
-    """Return the names of all checkpoints in a folder that have something lying beside them."""
+    """Return the names of all checkpoints in a folder that have hidden files or folders beside them."""
     with suppress(OSError), os.scandir(folder) as entries:
         return {found["stem"] for entry in entries if (found := _HIDDEN.fullmatch(entry.name))}
     return set()
 
 
 def find_recoverable(path: Path) -> Path | None:
-    """Return where the checkpoint of this name can be read if a crash took it from its place; None if it is in its place, or nowhere.
+    """Return the hidden folder of a checkpoint that a crash left there; None if the checkpoint is in its place, or nowhere.
 
-    That can be only where the system knows no exchange of two folders: the moment between two renames.
+    That happens only where the system cannot exchange two folders atomically, between the two renames that replace the exchange.
     """
     if os.path.lexists(path):
         return None
     whole = [
         (manifest.step, str(found), found)
-        for found in _beside(path, "was")
+        for found in _list_hidden(path, "was")
         if (manifest := read_manifest_or_none(found)) and _is_whole(found, manifest)
     ]
     return max(whole)[2] if whole else None
 
 
 def lock_path(path: Path) -> Path:
-    """Return the file that a save to this name holds locked."""
-    return path.with_name(f".{_stem(path.name)}.lock")
+    """Return the lock file of a name."""
+    return path.with_name(f".{_short_name(path.name)}.lock")
 
 
 def acquire_lock(path: Path, disk: Disk) -> int | None:
-    """Return the lock of a name, or None where the file system knows no locks; a `CheckpointError` names the process that has it."""
+    """Lock a name; return None where the file system does not support locks. A `CheckpointError` names the process that holds it."""
     lock = lock_path(path)
     deadline = time.monotonic() + _CHILD_GRACE_SECONDS
     while True:
         try:
             return disk.lock(lock)
         except BlockingIOError:
-            owner, host = _owner(lock)
-            # a process that died may have left children that still have its lock: they end soon after it
-            if time.monotonic() < deadline and host == socket.gethostname() and not _is_alive(owner):
+            owner, host = read_lock_owner(lock)
+            # children of a dead process may still hold its lock; they end soon
+            if time.monotonic() < deadline and host == socket.gethostname() and not is_alive(owner):
                 time.sleep(0.05)
                 continue
             who = f"process {owner} on {host}" if owner else "another process"
             raise CheckpointError(
-                f"{path} is being saved by {who} at this moment.\n"
-                "Give every run a folder of its own, or wait until that save is done; what is there already is untouched."
+                f"{path} is being saved by {who}.\n"
+                "Give every run its own folder, or wait until that save has finished. The existing checkpoint is untouched."
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -116,19 +117,19 @@ def acquire_lock(path: Path, disk: Disk) -> int | None:
                 return None
             disk.locks_are_missed = True
             get_logger(__name__).warning(
-                f"{path.parent} knows no file locks: two saves to one name at once would not be noticed, and leftovers of a save that was "
-                "killed (.NAME.saving-*) are not removed."
+                f"{path.parent} does not support file locks: two simultaneous saves to one name are not detected, and leftovers of a "
+                "killed save (.NAME.saving-*) are not removed."
             )
             return None
 
 
 def sweep_leftovers(path: Path, disk: Disk) -> None:
-    """Remove what dead saves to this name left, and put a checkpoint back that a crash took from its place; a living save is left alone."""
-    if not os.path.lexists(lock_path(path)) and not any(_beside(path, kind) for kind in ("saving", "was", "removing")):
+    """Remove the leftovers of dead saves to this name, and move a checkpoint back that a crash left hidden. Live saves are not touched."""
+    if not os.path.lexists(lock_path(path)) and not any(_list_hidden(path, kind) for kind in ("saving", "was", "removing")):
         return
     try:
         lock = acquire_lock(path, disk)
-    except (CheckpointError, OSError):  # somebody is at work there, or nobody may be: either way it is not ours to tidy up
+    except (CheckpointError, OSError):  # a live save holds it, or it cannot be locked
         return
     if lock is None:
         return
@@ -140,8 +141,8 @@ def sweep_leftovers(path: Path, disk: Disk) -> None:
 
 
 def sweep_locked(path: Path, disk: Disk) -> None:
-    """Do what `sweep_leftovers` does, for the holder of the lock. What cannot be removed is logged, and does not fail the save."""
-    found = {kind: _beside(path, kind) for kind in ("saving", "was", "removing")}
+    """Do what `sweep_leftovers` does, for the holder of the lock. A failure to remove is logged and does not fail the save."""
+    found = {kind: _list_hidden(path, kind) for kind in ("saving", "was", "removing")}
     if not any(found.values()):
         return
     try:
@@ -149,7 +150,7 @@ def sweep_locked(path: Path, disk: Disk) -> None:
             back = find_recoverable(path) or found["was"][0]
             disk.rename(back, path)
             found["was"].remove(back)
-        disk.sync_folder(path.parent)  # what stands under the name is there to stay, before anything goes
+        disk.sync_folder(path.parent)  # the name is durable before anything is removed
         for leftover in [*found["saving"], *found["removing"]]:
             with suppress(FileNotFoundError):  # a rank removes it, too
                 disk.remove_tree(leftover)
@@ -157,23 +158,26 @@ def sweep_locked(path: Path, disk: Disk) -> None:
             discard_replaced(leftover, path, disk)
     except OSError as error:
         get_logger(__name__).warning(
-            f"What an earlier save to {path} left could not be removed ({describe_os_error(error)}); the next save tries again."
+            f"Leftovers of an earlier save to {path} could not be removed ({describe_os_error(error)}); the next save tries again."
         )
 
 
 def discard_replaced(old: Path, new: Path, disk: Disk) -> None:
-    """Remove a folder that was replaced; what is not of its checkpoint moves into the new one, or is left and named."""
+    """Remove a replaced folder. Files that do not belong to its checkpoint move into the new one, or stay and are named in a warning.
+
+    Scripts write their own files into checkpoints at every save (a Trainer's state, a tokenizer), so these have to follow the name.
+    """
     if not stat.S_ISDIR(os.lstat(old).st_mode):
-        get_logger(__name__).warning(f"{old} is no folder, and was left as it is.")
+        get_logger(__name__).warning(f"{old} is not a folder; it is left in place.")
         return
-    ours = _files_of(old, new)
+    ours = _checkpoint_files(old, new)
     moved, left = _move_foreign_files(old, new, "", ours, disk)
     if moved:
         disk.sync_folder(new)
     if not left:
         remove_checkpoint(old, new, disk)
         return
-    kept = new.with_name(f"replaced-{secrets.token_hex(4)}.{_stem(new.name)}")  # no name that a script takes for a checkpoint
+    kept = new.with_name(f"replaced-{secrets.token_hex(4)}.{_short_name(new.name)}")  # a name that scripts do not take for a checkpoint
     for name in sorted(ours):
         with suppress(FileNotFoundError):
             disk.remove(old / name)
@@ -181,20 +185,20 @@ def discard_replaced(old: Path, new: Path, disk: Disk) -> None:
     disk.sync_folder(new.parent)
     get_logger(__name__).warning(
         f"{new} was replaced; {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} did not belong to the old checkpoint, "
-        f"and the new one has files of the same name: look into {kept}, and remove it."
+        f"and the new one has different files of the same name. They are in {kept}; remove it when you do not need them."
     )
 
 
 def remove_checkpoint(folder: Path, named: Path, disk: Disk) -> None:
-    """Remove a folder with all that is in it, so that no crash leaves a part of it under a name that counts."""
-    going = hidden_path(named, "removing")
-    disk.rename(folder, going)
-    disk.sync_folder(going.parent)
-    disk.remove_tree(going)
+    """Remove a folder with its content, so that no crash leaves a part of it under a name that counts."""
+    hidden = hidden_path(named, "removing")
+    disk.rename(folder, hidden)
+    disk.sync_folder(hidden.parent)
+    disk.remove_tree(hidden)
 
 
 def _move_foreign_files(old: Path, new: Path, below: str, ours: set[str], disk: Disk) -> tuple[int, list[str]]:
-    """Move everything that is not ours; how many were moved, and the names of those that could not because theirs are taken."""
+    """Move everything that is not ours; return the number of moved files, and the names that the new checkpoint uses otherwise."""
     moved = 0
     left: list[str] = []
     with os.scandir(old / below) as entries:
@@ -225,13 +229,13 @@ def _move_foreign_files(old: Path, new: Path, below: str, ours: set[str], disk: 
 
 
 def _has_same_bytes(path: Path, other: Path) -> bool:
-    """Whether two files hold the same bytes."""
+    """Whether two regular files have the same content."""
     if path.is_symlink() or other.is_symlink() or not path.is_file() or not other.is_file():
         return False
     return filecmp.cmp(path, other, shallow=False)
 
 
-def _files_of(old: Path, new: Path) -> set[str]:
+def _checkpoint_files(old: Path, new: Path) -> set[str]:
     """Return the names of the files in a replaced folder that belong to its checkpoint."""
     manifest, successor = read_manifest_or_none(old), read_manifest_or_none(new)
     # Two saves at the same step: a rank that wrote before the second commit may have put its file into the first checkpoint.
@@ -241,7 +245,7 @@ def _files_of(old: Path, new: Path) -> set[str]:
         return {MANIFEST, *manifest.files, *ranks}
     if not os.path.lexists(old / MANIFEST):
         return ranks
-    # it was a checkpoint, but its manifest is damaged: what has a successor of the same name was part of it
+    # A checkpoint with a damaged manifest: files with a successor of the same name belonged to it.
     return {MANIFEST, *ranks, *(successor.files if successor else ())}
 
 
@@ -253,16 +257,16 @@ def _is_whole(folder: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _stem(name: str) -> str:
-    """Return the name, or for one that is too long to have something put around it, its beginning and its checksum."""
+def _short_name(name: str) -> str:
+    """Return the name, or the beginning and checksum of one that is too long for a prefix and suffix."""
     encoded = os.fsencode(name)
     if len(encoded) <= _LONGEST_STEM:
         return name
     return f"{encoded[: _LONGEST_STEM - 33].decode(errors='ignore')}~{digest(encoded)}"
 
 
-def _beside(path: Path, kind: HiddenKind) -> list[Path]:
-    stem = _stem(path.name)
+def _list_hidden(path: Path, kind: HiddenKind) -> list[Path]:
+    stem = _short_name(path.name)
     with suppress(OSError), os.scandir(path.parent) as entries:
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         matches = [found for name in sorted(names) if (found := _HIDDEN.fullmatch(name))]
@@ -270,21 +274,24 @@ def _beside(path: Path, kind: HiddenKind) -> list[Path]:
     return []
 
 
-def _owner(lock: Path) -> tuple[int, str]:
+def read_lock_owner(lock: Path) -> tuple[int, str]:
+    """Return the process and host in a lock file; (0, "") if there is none."""
     try:
-        pid, host = lock.read_text(errors="replace").split("\n")[0].split(" ", 1)
+        with ConfinedFolder(lock.parent) as opened:
+            pid, host = opened.read(lock.name, _LONGEST_LOCK).decode(errors="replace").split("\n")[0].split(" ", 1)
         return int(pid), host
-    except (OSError, ValueError):  # just being written, or just gone
+    except (CheckpointError, OSError, ValueError):  # it is being written, or was just removed
         return 0, ""
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine exists."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is there, but another user's
+    except PermissionError:  # of another user
         return True
+    except (OSError, OverflowError):
+        return False
     return True
 
 
@@ -293,7 +300,7 @@ _STALE_SECONDS: Final = 3600.0
 
 
 class LocalTarget:
-    """A place for a checkpoint in a folder of this machine; a relative path means what it means now.
+    """A checkpoint folder on this machine; a relative path is resolved now.
 
     >>> import tempfile
     >>> from slipstream.checkpoint.manifest import Manifest
@@ -310,7 +317,7 @@ class LocalTarget:
         self.disk = disk or Disk()
 
     def begin(self) -> LocalStage:
-        """Return an empty stage; nothing of what is under the name changes before its `commit`."""
+        """Return an empty stage. The checkpoint under the name does not change before `commit`."""
         _check_target(self.path)
         lock = None
         with _explain_os_errors(self.path, self.disk):
@@ -325,12 +332,12 @@ class LocalTarget:
                 raise
 
     def join(self, ticket: str) -> JoinedStage:
-        """Return the stage that another process has begun, for adding files to it."""
+        """Return the stage that another process began, to add files to it."""
         return JoinedStage(self.path, ticket, self.disk)
 
 
 class LocalStage:
-    """A checkpoint that is being put together in `folder`. Made by `LocalTarget.begin`; as a context it is abandoned if not committed."""
+    """A checkpoint that is being written to `folder`. `LocalTarget.begin` returns it; leaving its context without a commit abandons it."""
 
     common: Final = True
     """Whether other processes see `folder`."""
@@ -343,7 +350,7 @@ class LocalStage:
         self._open = True
         disk.make_folder(self.folder)
         try:
-            self._mode = stat.S_IMODE(os.stat(self.folder).st_mode)  # what the umask makes of it: so it will be when it is committed
+            self._mode = stat.S_IMODE(os.stat(self.folder).st_mode)  # by the umask; the committed folder gets this mode
             disk.set_mode(self.folder, 0o700)
         except OSError:
             with suppress(OSError):
@@ -352,7 +359,7 @@ class LocalStage:
 
     @property
     def ticket(self) -> str:
-        """What another process passes to `LocalTarget.join`."""
+        """The argument of `LocalTarget.join` in another process."""
         return self.folder.name
 
     def __enter__(self) -> LocalStage:
@@ -362,14 +369,14 @@ class LocalStage:
         self.abandon()
 
     def add(self, name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
-        """Write a file of these bytes, `size` altogether; it is on the disk when this returns."""
+        """Write a file with these bytes, `size` in total; it is on the disk when this returns."""
         path = self._path(name)
         with _explain_os_errors(self.target, self._disk, needed=size):
             self._make_folders(path.parent)
             return self._disk.write(path, chunks, size)
 
     def adopt(self, name: str) -> FileEntry:
-        """Take in a file that somebody else wrote into `folder`; links and anything else that is no regular file are refused."""
+        """Add a file that somebody else wrote into `folder`; anything but a regular file is an error."""
         path = self._path(name)
         with ConfinedFolder(self.folder) as opened:
             os.close(opened.open(name))
@@ -377,7 +384,7 @@ class LocalStage:
             return self._disk.sync_file(path)
 
     def reuse(self, name: str, source: Path, entry: FileEntry) -> bool:
-        """Give a file of another checkpoint a second name in this one, if its bytes, read now, are what `entry` says; False if not."""
+        """Hard-link a file of another checkpoint if its bytes, read now, match `entry`; return whether that was possible."""
         path = self._path(name)
         try:
             with ConfinedFolder(source.parent) as opened:
@@ -403,11 +410,11 @@ class LocalStage:
                 return False
             if os.path.samestat(known, os.stat(path, follow_symlinks=False)):
                 return True
-            self._disk.remove(path)  # something else took the place of what was read
+            self._disk.remove(path)  # it was replaced after it was read
             return False
 
     def commit(self, manifest: bytes) -> None:
-        """Seal the stage with its manifest and put it in its place. Afterwards the checkpoint is there, or an error says why not."""
+        """Write the manifest and move the stage into place. Afterwards the checkpoint is there, or an error says why not."""
         try:
             with _explain_os_errors(self.target, self._disk, needed=len(manifest)):
                 self._disk.write(self.folder / MANIFEST, [manifest], len(manifest))
@@ -424,14 +431,14 @@ class LocalStage:
                 discard_replaced(replaced, self.target, self._disk)
         except OSError as error:
             get_logger(__name__).warning(
-                f"{self.target} is saved; the checkpoint that it replaced could not be removed ({describe_os_error(error)}), the next "
-                "save tries again."
+                f"{self.target} is saved. The checkpoint that it replaced could not be removed ({describe_os_error(error)}); the next save "
+                "tries again."
             )
         finally:
             _release(self.target, self._disk, self._lock)
 
     def abandon(self) -> None:
-        """Give the stage up and remove it; after `commit`, or a second time, this does nothing."""
+        """Remove the stage; after `commit`, or a second time, do nothing."""
         if not self._open:
             return
         self._open = False
@@ -447,7 +454,7 @@ class LocalStage:
 
     def _path(self, name: str) -> Path:
         if not self._open:
-            raise CheckpointError(f"{self.target}: this save is over; {name!r} cannot be added to it.")
+            raise CheckpointError(f"{self.target}: this save has ended; {name!r} cannot be added to it.")
         return self.folder / check_name(name, f"The save to {self.target}")
 
     def _make_folders(self, folder: Path) -> None:
@@ -465,7 +472,7 @@ class LocalStage:
 
 
 class JoinedStage(LocalStage):
-    """A stage that another process has begun: files can be added to it, and the other one commits or abandons it."""
+    """A stage that another process began, and will commit or abandon; files can be added to it."""
 
     def __init__(self, target: Path, ticket: str, disk: Disk) -> None:
         self.target = target
@@ -475,30 +482,30 @@ class JoinedStage(LocalStage):
         self._open = True
         if not _HIDDEN.fullmatch(ticket) or not self.folder.is_dir():
             raise CheckpointError(
-                f"{target} cannot be saved by all processes together: {self.folder}, which the main process has made, is not there for "
-                "this one. State that is sharded over processes needs a folder that all of them see (on a shared file system), or a URL."
+                f"{target} cannot be saved by all processes: this one does not see {self.folder}, which the main process created. State "
+                "that is sharded over processes needs a folder on a file system that all of them share, or a URL."
             )
 
     def commit(self, manifest: bytes) -> None:
-        raise CheckpointError(f"{self.target} is committed by the process that has begun it.")
+        raise CheckpointError(f"{self.target} is committed by the process that began it.")
 
     def abandon(self) -> None:
-        """Add nothing more; the other process removes the stage."""
+        """Refuse further files; the other process removes the stage."""
         self._open = False
 
 
 def write_latest(parent: Path, name: str, disk: Disk) -> None:
-    """Say in the file `latest` which of the checkpoints in a folder is the newest one."""
+    """Write the name of the newest checkpoint in a folder into the file `latest`."""
     with _explain_os_errors(parent / LATEST, disk):
         disk.replace_text(parent / LATEST, f"{name}\n")
     with suppress(OSError):
-        for path in parent.glob(f".{LATEST}.writing-*"):  # of a process that was killed while it wrote; a living one takes milliseconds
+        for path in parent.glob(f".{LATEST}.writing-*"):  # left by a killed process; a live one needs milliseconds
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 disk.remove(path)
 
 
 def _publish(stage: Path, target: Path, disk: Disk) -> Path | None:
-    """Put a sealed stage in its place, durably, or leave everything as it was; gives back where the replaced folder is now."""
+    """Move a sealed stage into place durably, or leave everything as it was; return where the replaced folder is now."""
     undo: list[Callable[[], object]] = []
     replaces = os.path.lexists(target)
     try:
@@ -506,11 +513,11 @@ def _publish(stage: Path, target: Path, disk: Disk) -> Path | None:
     except BaseException as error:
         if _undo_on_error(undo) or not isinstance(error, OSError):
             raise
-        two = f"it and the one before it are both whole, as {target.name} and .{target.name}.was-*"
-        state = two if replaces else "it is whole, but the disk has not confirmed it,"
+        both = f"it and the one before it are both complete, as {target.name} and .{target.name}.was-*"
+        state = both if replaces else "it is complete, but the disk has not confirmed it,"
         raise CheckpointError(
             f"{target} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error)} "
-            f"The new checkpoint was being put in its place, which could not be taken back: {state} in {target.parent}."
+            f"The new checkpoint was being moved into place, and that could not be undone: {state} in {target.parent}."
         ) from error
 
 
@@ -518,7 +525,7 @@ def _undo_on_error(steps: list[Callable[[], object]]) -> bool:
     try:
         for step in reversed(steps):
             step()
-    except OSError:  # the error that brought us here says more
+    except OSError:  # the first error is more useful
         return False
     return True
 
@@ -532,29 +539,28 @@ def _move_into_place(stage: Path, target: Path, disk: Disk, undo: list[Callable[
         rename(stage, target)
         disk.sync_folder(target.parent)
         return None
-    waiting = hidden_path(
-        target, "was"
-    )  # from now on it is whole: if we die, whoever finds it there may not remove what others put into it
-    rename(stage, waiting)
-    if disk.exchange(waiting, target):
-        undo.append(lambda: disk.exchange(waiting, target))
+    # From here on it is complete: after a crash, the next save must not delete files of others in it.
+    staged = hidden_path(target, "was")
+    rename(stage, staged)
+    if disk.exchange(staged, target):
+        undo.append(lambda: disk.exchange(staged, target))
         disk.sync_folder(target.parent)
-        return waiting
+        return staged
     old = hidden_path(target, "was")
     rename(target, old)
-    rename(waiting, target)
+    rename(staged, target)
     disk.sync_folder(target.parent)
     return old
 
 
 def _release(target: Path, disk: Disk, lock: int | None) -> None:
     if lock is not None:
-        with suppress(OSError):  # the lock ends with the descriptor; a file that stays is taken over by the next save
+        with suppress(OSError):  # closing the descriptor unlocks; the next save takes over the file
             disk.unlock(lock_path(target), lock)
 
 
 def _resolved(path: str) -> Path:
-    """Return the path, absolute, with every link on the way to its last part followed, but not that one itself."""
+    """Return the absolute path, with links resolved in all parts but the last."""
     bare = path.rstrip("/") or "/"
     parent, name = os.path.split(bare)
     if name in ("", os.curdir, os.pardir):
@@ -563,7 +569,7 @@ def _resolved(path: str) -> Path:
 
 
 def _check_target(path: Path) -> None:
-    """Raise a `ConfigError` for a place that a checkpoint cannot take."""
+    """Raise a `ConfigError` for a path that cannot become a checkpoint."""
     why = None
     if path.parent == path:
         why = "it is the root of the file system"
@@ -572,13 +578,13 @@ def _check_target(path: Path) -> None:
     elif os.path.lexists(path) and not os.path.isdir(path):
         why = "there is a file of that name, and a checkpoint is a folder"
     elif os.path.ismount(path):
-        why = "it is a mount point, which cannot be replaced in one go"
+        why = "it is a mount point, which cannot be replaced atomically"
     elif os.path.isdir(path) and _holds_working_directory(path):
-        why = "this process works in that folder, and a checkpoint replaces the whole folder"
+        why = "it holds the working directory of this process, and a checkpoint replaces the whole folder"
     elif _HIDDEN.fullmatch(path.name):
-        why = "names of that form are those of saves under way"
+        why = "names of that form are reserved for saves in progress"
     if why is not None:
-        raise ConfigError(f"A checkpoint cannot be saved to {path}: {why}.\nGive a folder of its own, such as {_suggestion(path)}.")
+        raise ConfigError(f"A checkpoint cannot be saved to {path}: {why}.\nUse a separate folder, such as {_suggestion(path)}.")
 
 
 def _suggestion(path: Path) -> Path:
@@ -589,13 +595,13 @@ def _suggestion(path: Path) -> Path:
 def _holds_working_directory(path: Path) -> bool:
     try:
         here = Path(os.getcwd())
-    except OSError:  # it was removed
+    except OSError:  # the working directory was removed
         return False
     return path == here or path in here.parents
 
 
 def _make_parents(folder: Path, disk: Disk) -> None:
-    """Make the folders on the way, each of them durable before the next."""
+    """Create missing parent folders, each durable before the next."""
     if folder.is_dir():
         return
     _make_parents(folder.parent, disk)
@@ -608,7 +614,7 @@ def _make_parents(folder: Path, disk: Disk) -> None:
 
 @contextmanager
 def _explain_os_errors(target: Path, disk: Disk, *, needed: int | None = None) -> Iterator[None]:
-    """Turn errors of the system into a `CheckpointError` that says what they mean for a save."""
+    """Turn an `OSError` into a `CheckpointError` that says what it means for the save."""
     try:
         yield
     except OSError as error:
@@ -616,6 +622,6 @@ def _explain_os_errors(target: Path, disk: Disk, *, needed: int | None = None) -
             raise
         free = disk.free(target.parent) if error.errno == errno.ENOSPC else None
         raise CheckpointError(
-            f"{target} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error, needed=needed, free=free)} What was "
-            "there before is untouched."
+            f"{target} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error, needed=needed, free=free)} The "
+            "previous checkpoint is untouched."
         ) from error

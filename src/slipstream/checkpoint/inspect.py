@@ -1,9 +1,9 @@
-"""Inspect checkpoints without torch: what lies in a folder or at a URL, the tensors and states of one, and whether it is whole.
+"""Inspect checkpoints without torch: list those in a folder or at a URL, read their tensors and states, and verify them.
 
-`survey_folder` reads names, manifests and sizes, takes no lock and changes nothing, so a run that saves at the moment is not disturbed.
-`LazyTensorFile` reads headers first and the bytes of one tensor at a time. `find_problems` reads every byte and returns sentences that
-begin with the path of the file; memory stays at a few megabytes. A checkpoint behind a URL is downloaded to a temporary copy while it is
-read. The commands are in `cli/checkpoint.py`.
+`survey_folder` reads names, manifests and sizes. It takes no lock and changes nothing, so it does not disturb a run that is saving.
+`LazyTensorFile` reads headers first and the bytes of one tensor at a time. `find_problems` reads every byte and yields sentences that
+begin with the path of the file; it needs a few megabytes of memory. A checkpoint at a URL is read from a temporary copy. The commands are
+in `cli/checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from slipstream.checkpoint.commit import find_recoverable, lock_path, names_with_leftovers
+from slipstream.checkpoint.commit import find_recoverable, is_alive, lock_path, names_with_leftovers, read_lock_owner
 from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, ModelEntry, RankFile, rank_files, read_manifest
 from slipstream.checkpoint.shard_layout import ShardPosition, cover_box, read_positions, whole_box
 from slipstream.errors import CheckpointError, ConfigError
@@ -45,18 +45,18 @@ _LOCK: Final = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
 _DIGITS: Final = re.compile(r"(\d{1,300})", re.ASCII)
 _LONGEST_NOTE: Final = 4096
 _MEANING: Final = {
-    "saving": "the stage of a save that did not come to its end",
+    "saving": "the stage of a save that did not finish",
     "was": "a checkpoint that was replaced",
-    "removing": "a checkpoint on its way out",
-    "rank": "a rank's own file, half written",
-    "writing": "a small file, half written",
-    "file": "a rank's own file that no checkpoint has taken in",
+    "removing": "a checkpoint that is being removed",
+    "rank": "a rank's own file, not finished",
+    "writing": "a small file, not finished",
+    "file": "a rank's own file without a checkpoint",
 }
 
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """A folder with its manifest, or the reason why it has none."""
+    """A checkpoint folder with its manifest, or the reason why it has none."""
 
     folder: Path
     """Where it is read."""
@@ -65,33 +65,33 @@ class CheckpointSummary:
     why: str = ""
     note: str = ""
     url: str | None = None
-    """Where it has to be copied from before its files can be read."""
+    """Where to copy it from before its files can be read."""
 
     @property
     def size(self) -> int:
-        """Bytes that its files should have."""
+        """The total size of its files, by the manifest."""
         return 0 if self.manifest is None else sum(entry.size for entry in self.manifest.files.values())
 
     def ranks(self) -> dict[int, Path]:
-        """Return the files of ranks that were added after its manifest."""
+        """Return the files that ranks added after the commit."""
         return {} if self.manifest is None or self.url is not None else rank_files(self.folder, self.manifest.stamp)
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something hidden that belongs to a save of the checkpoint `of`."""
+    """A hidden file or folder of a save of the checkpoint `of`."""
 
     name: str
     of: str
     what: str
     size: int
     alive: str = ""
-    """Who is saving at this moment, if somebody is."""
+    """The process that is saving, if one is."""
 
 
 @dataclass(frozen=True)
 class FolderSurvey:
-    """One folder that was given."""
+    """The checkpoints and leftovers in one folder."""
 
     given: str
     folder: Path
@@ -104,12 +104,12 @@ class FolderSurvey:
 
     @property
     def lost_latest(self) -> bool:
-        """Whether `latest` names something that is not there."""
+        """Whether `latest` names a checkpoint that does not exist."""
         return self.latest is not None and self.latest not in {checkpoint.name for checkpoint in self.checkpoints}
 
 
 def check_folder(given: str) -> Path:
-    """Return the folder that an argument names, or a `ConfigError` that says what is wrong with it."""
+    """Return the folder that an argument names; raise a `ConfigError` if there is none."""
     path = Path(os.path.abspath(os.path.expanduser(given)))
     try:
         os.scandir(path).close()
@@ -127,7 +127,7 @@ def check_folder(given: str) -> Path:
 
 
 def summarize_checkpoint(folder: Path, name: str | None = None, note: str = "") -> CheckpointSummary:
-    """Return a folder with its manifest, or with the reason why it has none."""
+    """Return the summary of a checkpoint folder."""
     shown = folder.name if name is None else name
     try:
         return CheckpointSummary(folder, shown, read_manifest(folder), note=note)
@@ -136,28 +136,27 @@ def summarize_checkpoint(folder: Path, name: str | None = None, note: str = "") 
 
 
 def survey_folder(given: str, folder: Path) -> FolderSurvey:
-    """Return all that lies in a folder of checkpoints, or the one checkpoint that the folder is."""
+    """Return the content of a folder of checkpoints, or the single checkpoint that the folder is."""
     itself = summarize_checkpoint(folder)
     if itself.manifest is not None or os.path.lexists(folder / MANIFEST):
         found = [itself] if itself.manifest is not None else []
         return FolderSurvey(given, folder, found, [] if found else [itself], single=True)
     if "Accelerate" in itself.why or "torch.distributed.checkpoint" in itself.why:
         return FolderSurvey(given, folder, others=[itself], single=True)
-    looks = list(_summaries(folder))
+    found_here = list(_summaries(folder))
+    stamps = {summary.manifest.stamp for summary in found_here if summary.manifest}
     return FolderSurvey(
         given,
         folder,
-        checkpoints=[look for look in looks if look.manifest is not None],
-        others=[look for look in looks if look.manifest is None],
-        leftovers=sorted(
-            _leftovers(folder, {look.manifest.stamp for look in looks if look.manifest}), key=lambda leftover: _in_order(leftover.name)
-        ),
+        checkpoints=[summary for summary in found_here if summary.manifest is not None],
+        others=[summary for summary in found_here if summary.manifest is None],
+        leftovers=sorted(_leftovers(folder, stamps), key=lambda leftover: _in_order(leftover.name)),
         latest=_latest(folder),
     )
 
 
 def size_problems(checkpoint: CheckpointSummary) -> list[str]:
-    """Return what is wrong with the files of a checkpoint as far as their sizes say, each with the name of the file."""
+    """Return the files of a checkpoint that are missing or have the wrong size, a sentence each."""
     assert checkpoint.manifest is not None
     wrong: list[str] = []
     try:
@@ -165,7 +164,7 @@ def size_problems(checkpoint: CheckpointSummary) -> list[str]:
             for name, entry in checkpoint.manifest.files.items():
                 try:
                     if (there := opened.size(name)) != entry.size:
-                        wrong.append(f"{checkpoint.folder / name} has {there:,} bytes, and the manifest says {entry.size:,}")
+                        wrong.append(f"{checkpoint.folder / name} has {there:,} bytes, and the manifest lists {entry.size:,}")
                 except CheckpointError as error:
                     wrong.append(str(error))
     except CheckpointError as error:
@@ -193,12 +192,12 @@ def _latest(folder: Path) -> str | None:
     try:
         with ConfinedFolder(folder) as opened:
             return opened.read(LATEST, _LONGEST_NOTE).decode(errors="replace").strip()
-    except CheckpointError:  # there is none, which is as good as a broken one: nobody relies on it
+    except CheckpointError:  # missing or damaged; nothing relies on it
         return None
 
 
 def _leftovers(folder: Path, stamps: set[str]) -> Iterator[Leftover]:
-    """Yield what is hidden in a folder of checkpoints with these stamps."""
+    """Yield the leftovers in a folder of checkpoints with these stamps."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(".")]
     living = {found["name"]: who for name in names if (found := _LOCK.fullmatch(name)) and (who := _saving_process(folder / found["name"]))}
@@ -206,35 +205,25 @@ def _leftovers(folder: Path, stamps: set[str]) -> Iterator[Leftover]:
         if found := _LEFT.fullmatch(name):
             what = _MEANING[found["kind"]]
         elif (found := _RANK.fullmatch(name)) and (waiting := RankFile.of(found["file"])) and waiting.stamp not in stamps:
-            what = _MEANING["file"]  # one whose stamp is there belongs to that checkpoint, and is read from here
+            what = _MEANING["file"]  # others belong to the checkpoint with their stamp
         else:
             continue
         yield Leftover(name, found["name"], what, _size(folder / name), living.get(found["name"], ""))
     for name, who in living.items():
         if not any((found := _LEFT.fullmatch(entry)) and found["name"] == name for entry in names):
-            yield Leftover(f".{name}.lock", name, "a save that begins or ends", 0, who)
+            yield Leftover(f".{name}.lock", name, "a save that is starting or finishing", 0, who)
 
 
 def _saving_process(path: Path) -> str:
-    """Return the process that is saving to a name at this moment, as its lock says; "" if there is none."""
-    try:
-        with ConfinedFolder(path.parent) as opened:
-            pid, host = opened.read(lock_path(path).name, _LONGEST_NOTE).decode(errors="replace").split("\n")[0].split(" ", 1)
-        process = int(pid)
-    except (CheckpointError, ValueError):  # just gone, or just being written
+    """Return the live process that holds the lock of a name; "" if there is none."""
+    process, host = read_lock_owner(lock_path(path))
+    if not process or (host == socket.gethostname() and not is_alive(process)):
         return ""
-    if host == socket.gethostname():
-        try:
-            os.kill(process, 0)
-        except PermissionError:  # another user's
-            pass
-        except (OSError, OverflowError):
-            return ""
     return f"process {process} on {host}"
 
 
 def _size(path: Path) -> int:
-    with suppress(OSError):  # removed a moment ago
+    with suppress(OSError):  # it was just removed
         if path.is_symlink() or not path.is_dir():
             return os.lstat(path).st_size
         return sum(_size(inner) for inner in path.iterdir())
@@ -251,7 +240,7 @@ def _suggest_nearby(path: Path) -> str:
 
 
 def split_duplicates(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without those that name the same place once more, and these."""
+    """Split arguments into those that name different locations, and repetitions."""
     seen: set[str] = set()
     kept: list[str] = []
     again: list[str] = []
@@ -263,7 +252,7 @@ def split_duplicates(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def survey_location(given: str) -> FolderSurvey:
-    """Return what lies at a path or URL."""
+    """Return the checkpoints at a path or URL."""
     if not is_url(given):
         return _local_survey(given)
     from slipstream.checkpoint.remote import list_numbered, read_remote_manifest
@@ -287,7 +276,7 @@ def survey_location(given: str) -> FolderSurvey:
 
 
 def _local_survey(given: str) -> FolderSurvey:
-    """Return a folder with nothing but `checkpoints` in it is that of a project: those are meant."""
+    """Return the checkpoints in a folder; in a project folder, those in its folder `checkpoints`."""
     found = survey_folder(given, check_folder(local_path(given)))
     if not found.single and not found.checkpoints and any(other.name == "checkpoints" for other in found.others):
         inner = survey_folder(f"{given.rstrip('/')}/checkpoints", found.folder / "checkpoints")
@@ -298,7 +287,7 @@ def _local_survey(given: str) -> FolderSurvey:
 
 @contextmanager
 def open_readable(checkpoint: CheckpointSummary) -> Iterator[CheckpointSummary]:
-    """Yield the checkpoint with files that can be opened: those behind a URL are copied for the time of the block."""
+    """Yield the checkpoint with readable files; one at a URL is copied for the time of the block."""
     if checkpoint.url is None:
         yield checkpoint
         return
@@ -309,7 +298,7 @@ def open_readable(checkpoint: CheckpointSummary) -> Iterator[CheckpointSummary]:
 
 
 def find_single_checkpoint(given: str) -> CheckpointSummary:
-    """Return the checkpoint at a path or URL; a folder around several is a `ConfigError` that names them."""
+    """Return the checkpoint at a path or URL; for a folder of several raise a `ConfigError` that names them."""
     found = survey_location(given)
     if found.single:
         if not found.checkpoints:
@@ -320,19 +309,19 @@ def find_single_checkpoint(given: str) -> CheckpointSummary:
         raise ConfigError(f"{summarize_checkpoint(found.folder).why[:1000]}.\nGive a folder that save_state made.")
     names = [checkpoint.name for checkpoint in found.checkpoints]
     raise ConfigError(
-        f"{shown} holds {len(names)} checkpoints and is none itself.\n"
+        f"{shown} contains {len(names)} checkpoints and is not one itself.\n"
         f"Name one of them, such as {shown.rstrip('/')}/{names[-1]}; `slipstream checkpoint ls {shown}` lists them."
     )
 
 
 READ_SIZE: Final = 4 << 20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 _DEEPEST: Final = 256
 _NAMING: Final = ("$tensor", "$array", "$numbers")
 
 
 class LazyTensorFile:
-    """A safetensors file of which the header was read; tensors are read when they are asked for."""
+    """A safetensors file whose header was read; tensors are read on request."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / name
@@ -349,10 +338,10 @@ class LazyTensorFile:
             os.close(fd)
 
     def tree(self) -> Any:
-        """Return what stands beside the tensors."""
+        """Return the JSON tree of the state."""
         text = self.layout.metadata.get("tree")
         if text is None:
-            raise CheckpointError(f"{self.path} holds tensors but no state: its metadata have no 'tree'")
+            raise CheckpointError(f"{self.path} has tensors but no state: there is no 'tree' in its metadata")
         beside = self.layout.size - self.layout.data_start
         return strict_json.parse(text, str(self.path), deepest=_DEEPEST, beside=beside)
 
@@ -377,10 +366,10 @@ class LazyTensorFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor, and where it is stored: in one file, or in shards if it was sharded over ranks."""
+    """One tensor, and where it is stored: in one file, or in shards."""
 
     entry: TensorEntry
-    """Name, type and shape of the whole."""
+    """Name, dtype and shape of the full tensor."""
     held: tuple[tuple[LazyTensorFile, TensorEntry, ShardPosition], ...]
 
     @staticmethod
@@ -393,20 +382,20 @@ class StoredTensor:
 
     @property
     def files(self) -> list[str]:
-        """The names of all files that hold something of it."""
+        """The names of all files with elements of it."""
         return [file.path.name for file, _, _ in self.held]
 
     def describe(self) -> str:
-        """Return type and shape."""
+        """Return dtype and shape."""
         return f"{self.entry.dtype} {list(self.entry.shape)}"
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield its bytes; a tensor in shards is put together in memory."""
+        """Yield its bytes; a tensor in shards is assembled in memory."""
         if len(self.held) == 1:
             file, entry, _ = self.held[0]
             yield from file.chunks(entry)
             return
-        import numpy  # only comparing needs it
+        import numpy  # only comparisons need it
 
         item = ITEM_SIZE[self.entry.dtype]
         made = numpy.zeros((*self.entry.shape, item), numpy.uint8)
@@ -419,7 +408,7 @@ class StoredTensor:
 
 
 def read_state_part(folder: Path, name: str, shards: Iterable[str] = ()) -> tuple[Any, dict[str, StoredTensor]]:
-    """Return the tree of a part, and its tensors by name; `shards` are the files with shards of some of them."""
+    """Return the tree of a part, and its tensors by name; `shards` are the shard files of sharded ones."""
     if name.endswith(".json"):
         with ConfinedFolder(folder) as opened:
             data = opened.read(name, strict_json.LARGEST)
@@ -436,13 +425,13 @@ def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTenso
         file = LazyTensorFile(folder, name)
         for entry in file.layout.entries.values():
             if entry.name in found:
-                raise CheckpointError(f"{file.path}: {entry.name[:100]!r} stands in {found[entry.name].files[0]} too")
+                raise CheckpointError(f"{file.path}: {entry.name[:100]!r} is in {found[entry.name].files[0]}, too")
             found[entry.name] = StoredTensor.whole(file, entry)
     return _join_shards(folder, model.shards, found)
 
 
 def _join_shards(folder: Path, names: Iterable[str], found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return what was found, and the tensors whose shards are in these files; an error where shards are not the whole."""
+    """Return `found` with the tensors in these shard files; raise if their shards do not cover them."""
     held: dict[str, list[tuple[LazyTensorFile, TensorEntry, ShardPosition]]] = {}
     for name in names:
         file = LazyTensorFile(folder, name)
@@ -462,12 +451,12 @@ def _join_shards(folder: Path, names: Iterable[str], found: dict[str, StoredTens
 
 
 def resolve_aliases(stored: Mapping[str, StoredTensor], aliases: Mapping[str, str], where: str) -> dict[str, StoredTensor]:
-    """Return the same with names of tied weights, which are stored once."""
+    """Return the tensors under all their names; tied weights are stored once."""
     found = dict(stored)
     for name, target in aliases.items():
         if target not in stored or name in stored:
-            why = "is not stored" if target not in stored else "is stored as well"
-            raise CheckpointError(f"{where}: {name[:100]!r} should be the same tensor as {target[:100]!r}, which {why}")
+            why = "is not stored" if target not in stored else "is stored separately"
+            raise CheckpointError(f"{where}: {name[:100]!r} is listed as an alias of {target[:100]!r}, which {why}")
         found[name] = stored[target]
     return found
 
@@ -487,11 +476,11 @@ def tensor_names(tree: Any) -> Iterator[str]:
 
 
 Advance = Callable[[int], object]
-"""Is told of bytes that were read."""
+"""Called with the number of bytes that were read."""
 
 
 def bytes_to_read(checkpoint: CheckpointSummary) -> int:
-    """Return how much `find_problems` reads, for a progress bar; files of ranks count too."""
+    """Return how many bytes `find_problems` reads, for a progress bar."""
     total = checkpoint.size
     for path in checkpoint.ranks().values():
         total += path.lstat().st_size if not path.is_symlink() else 0
@@ -499,7 +488,7 @@ def bytes_to_read(checkpoint: CheckpointSummary) -> int:
 
 
 def find_problems(checkpoint: CheckpointSummary, advance: Advance) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint, after reading every byte of it; `advance` is told how many at a time."""
+    """Yield the problems of a checkpoint, after reading every byte of it; `advance` is called with the bytes read."""
     manifest, folder = checkpoint.manifest, checkpoint.folder
     assert manifest is not None
     damaged: set[str] = set()
@@ -535,7 +524,7 @@ def find_problems(checkpoint: CheckpointSummary, advance: Advance) -> Iterator[s
 
 
 def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) -> str | None:
-    """Return what is wrong with one file; an entry of a negative size says nothing about sizes."""
+    """Return the problem with one file, or None; a negative size in the entry is not compared."""
     path = folder / name
     try:
         with ConfinedFolder(folder) as opened:
@@ -547,7 +536,7 @@ def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) ->
         there = os.fstat(fd).st_size
         if entry.size >= 0 and there != entry.size:
             advance(entry.size)
-            return f"{path} has {there:,} bytes, and the manifest says {entry.size:,}"
+            return f"{path} has {there:,} bytes, and the manifest lists {entry.size:,}"
         running, done = Digest(), 0
         while chunk := os.pread(fd, READ_SIZE, done):
             running.update(chunk)
@@ -563,7 +552,7 @@ def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) ->
 
 
 def _check_part(folder: Path, name: str, shards: Iterable[str] = ()) -> Any:
-    """Raise if a part refers to a tensor that is not there; return its tree."""
+    """Raise if a part refers to a tensor that is missing; return its tree."""
     tree, tensors = read_state_part(folder, name, shards)
     missing = next((name for name in tensor_names(tree) if name not in tensors), None)
     if missing is not None:
@@ -592,6 +581,6 @@ def _check_model(folder: Path, model: ModelEntry) -> None:
         raise CheckpointError(f"{where} has no weight_map")
     for name, file in listed.items():
         if check_name(file, where) not in model.files or name not in stored or stored[name].files[0] != Path(file).name:
-            raise CheckpointError(f"{where} says that {name[:100]!r} is in {file!r}, and it is not")
+            raise CheckpointError(f"{where} lists {name[:100]!r} in {file!r}, which does not contain it")
     if len(listed) != len(stored):
         raise CheckpointError(f"{where} lists {len(listed):,} tensors, and {len(stored):,} are stored")

@@ -1,9 +1,8 @@
 """Find, read and verify the checkpoint that `load_state` means: a folder, a URL, the newest valid one, or one of Accelerate.
 
-Every file is read once, into memory, and verified before anything is handed out, so a damaged checkpoint changes nothing in a run; what
-was verified is what is used. Of files with shards of sharded tensors only the headers are read here; the shards that a rank needs are
-verified when they are read, which is still before anything changes. The result is a `SavedState`, the same record whoever wrote the
-checkpoint.
+Every file is read once into memory and verified before its content is used, so a damaged checkpoint changes nothing in a run. Only the
+headers of shard files are read here; the shards that a rank needs are verified when they are read, which is still before anything
+changes. The result is a `SavedState`, for checkpoints of Slipstream and of Accelerate alike.
 """
 
 from __future__ import annotations
@@ -47,35 +46,35 @@ __all__ = [
 
 
 _MOST_LOOKS: Final = 5
-_ATTEMPTS: Final = 20  # for a folder that other saves replace while it is read: at least this often, and at least this long
+_ATTEMPTS: Final = 20  # at least, and for at least this long, if other saves replace the folder while it is read
 _RETRY_SECONDS: Final = 60.0
-_LARGEST_RANK_FILE: Final = 16 << 20  # every rank looks at those of all ranks: what one passes over, all of them do
+_LARGEST_RANK_FILE: Final = 16 << 20  # every rank reads those of all ranks, so that all pass over the same checkpoints
 _LARGEST_WORLD: Final = 256
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint that was read and verified."""
+    """A checkpoint whose files were read and verified."""
 
     folder: Path
     manifest: Manifest
     buffers: dict[str, FileContent] = field(repr=False)
-    """What its files hold: tensors, or bytes; taken out as they are used."""
+    """The contents of its files, tensors or bytes; removed as they are used."""
     placeholders: TensorPlaceholders = field(default_factory=TensorPlaceholders, repr=False)
-    """What stands for tensors that are in shards."""
+    """Placeholders of tensors that are stored in shards."""
     _late: dict[int, Path] | None = field(default=None, repr=False)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a model, by name; their memory is handed over. Those that are in shards are placeholders."""
+        """Return the tensors of a model by name, once, with their memory; tensors in shards are placeholders."""
         model, tensors = self.manifest.models[number], dict[str, torch.Tensor]()
         for name in model.files:
             for key, tensor in load_tensors(self.buffers.pop(name), self._path(name)).tensors.items():
                 if key in tensors:
-                    raise CheckpointError(f"{self._path(name)}: {key!r} stands in another file of the same model too")
+                    raise CheckpointError(f"{self._path(name)}: {key!r} is in another file of the same model, too")
                 tensors[key] = tensor
         elsewhere = self._shards(model.shards)
         if twice := tensors.keys() & elsewhere.keys():
-            raise CheckpointError(f"{self.folder}: {min(twice)[:100]!r} is in one shard, and in several")
+            raise CheckpointError(f"{self.folder}: {min(twice)[:100]!r} is stored in full and in shards")
         tensors |= elsewhere
         for alias, target in model.aliases.items():
             if target not in tensors or alias in tensors:
@@ -83,18 +82,18 @@ class Checkpoint:
         return tensors
 
     def part(self, name: str) -> Any:
-        """Return the state in a part; the memory of its tensors is handed over. Those that are in shards are placeholders."""
+        """Return the state in a part, once, with the memory of its tensors; tensors in shards are placeholders."""
         elsewhere = self._shards(self.manifest.shards.get(name, ()))
         return read_part(name, self.buffers.pop(name), self._path(name), elsewhere)
 
     def _shards(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return placeholders for the tensors whose shards are in these files."""
+        """Return placeholders for the tensors in these shard files."""
         if not names:
             return {}
         return self.placeholders.add(open_shards(self.folder, names, self.manifest.files, self.buffers.pop))
 
     def rank(self, rank: int) -> dict[str, Any] | None:
-        """Return what belongs to a rank, if that rank has saved it."""
+        """Return the state of a rank, or None if it did not save."""
         name = self.manifest.ranks.get(rank)
         if name is not None:
             return self._checked(self.part(name), rank, name)
@@ -107,7 +106,7 @@ class Checkpoint:
         return self._checked(read_part("rank.safetensors", buffer, str(path)), rank, path.name)
 
     def read_ranks(self) -> None:
-        """Read and verifies what ranks added after the manifest was written; but for large files, with gradients, and for large runs."""
+        """Read and verify the files that ranks added after the commit, except large ones (with gradients) and those of large runs."""
         self._late = rank_files(self.folder, self.manifest.stamp)
         for path in self._late.values() if self.manifest.world <= _LARGEST_WORLD else ():
             if path.lstat().st_size <= _LARGEST_RANK_FILE:
@@ -123,9 +122,9 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: True, alone: bool = False) -> Checkpoint:
-    """Read and verifies a checkpoint; the bytes of files that `keep` does not want are given back at once.
+    """Read and verify a checkpoint; the contents of files for which `keep` returns False are released at once.
 
-    `alone`: no other process reads it at the same time, which would profit from files that went through the page cache.
+    `alone`: no other process reads it at the same time and would profit from the page cache.
     """
     if not folder.exists():
         folder = find_recoverable(folder) or folder
@@ -135,15 +134,15 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
         try:
             return _read_all(folder, read_manifest(folder), keep, alone)
         except CheckpointError:
-            if _folder_identity(folder) == before:  # else another save has taken its place in the meantime: that is read
+            if _folder_identity(folder) == before:  # else another save has replaced it meanwhile: read that
                 raise
             if attempt >= _ATTEMPTS and time.monotonic() - began > _RETRY_SECONDS:
                 break
-    raise CheckpointError(f"{folder} is replaced by other saves faster than it can be read: copy it, or read it while nobody saves")
+    raise CheckpointError(f"other saves replace {folder} faster than it can be read: copy it, or read it while nothing is saved there")
 
 
 def _folder_identity(folder: Path) -> tuple[int, ...] | None:
-    """Return what tells a checkpoint from one that replaces it. A folder that is being exchanged is there at the next look."""
+    """Return the identity of a checkpoint folder, which changes when it is replaced. During an exchange, a retry finds it."""
     for _ in range(_MOST_LOOKS):
         with suppress(OSError):
             around, found = os.stat(folder), os.stat(folder / MANIFEST, follow_symlinks=False)
@@ -168,19 +167,19 @@ def _read_all(folder: Path, manifest: Manifest, keep: Callable[[str], bool], alo
 
 
 def _read_rank_file(path: Path) -> FileContent:
-    """Read and verify a file that a rank has added, inside of the checkpoint or beside it; its name has its checksum."""
+    """Read a file that a rank added, inside the checkpoint or beside it, and compare it with the checksum in its name."""
     found = RankFile.of(path.name[path.name.rindex("rank_") :])
     assert found is not None
     return _read(path.parent, path.name, None, found.checksum)
 
 
 def _open_sized(folder: Path, name: str, size: int | None) -> int:
-    """Return a descriptor of a file of this size, or of any if that is None."""
+    """Open a file, which must have this size unless that is None; return its descriptor."""
     descriptor = open_listed_file(folder, name)
     present = os.fstat(descriptor).st_size
     if size is not None and present != size:
         os.close(descriptor)
-        raise CheckpointError(f"{folder / name} is damaged: it has {present} bytes, and the manifest says {size}")
+        raise CheckpointError(f"{folder / name} is damaged: it has {present} bytes, and the manifest lists {size}")
     return descriptor
 
 
@@ -201,7 +200,7 @@ def _read(
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest checkpoint that is whole, and why newer ones were passed over."""
+    """The newest valid checkpoint, and why others were passed over."""
 
     checkpoint: Checkpoint
     passed_over: Mapping[Path, str]
@@ -210,9 +209,9 @@ class NewestCheckpoint:
 def open_newest(
     candidates: Iterable[Path], where: str, *, alone: bool = False, known: Mapping[Path, str] | None = None
 ) -> NewestCheckpoint:
-    """Return the first of the candidates (newest first) that verifies, with all that ranks have added to it.
+    """Return the first candidate that verifies, with the files that ranks added to it.
 
-    They are asked for anew if all of them vanish: a newer one has come then. `known` are those that cannot be used, and why.
+    If all candidates vanish, a newer one has replaced them, and they are listed again. `known` are unusable ones with the reason.
     """
     passed: dict[Path, str] = dict(known or {})
     gone: set[Path] = set()
@@ -227,14 +226,14 @@ def open_newest(
                     passed[folder] = str(error)
                 else:
                     gone.add(folder)
-    raise _none_is_whole({folder.name: why for folder, why in passed.items()}, where)
+    raise _none_valid_error({folder.name: why for folder, why in passed.items()}, where)
 
 
-def _none_is_whole(passed: Mapping[str, str], where: str) -> CheckpointError:
+def _none_valid_error(passed: Mapping[str, str], where: str) -> CheckpointError:
     if not passed:
-        return MissingCheckpointError(f"there is no checkpoint in {where} yet: save_state() makes the first one")
+        return MissingCheckpointError(f"there is no checkpoint in {where} yet: save_state() creates the first one")
     reasons = "\n".join(f"  {name}: {why}" for name, why in passed.items())
-    return CheckpointError(f"none of the {len(passed)} checkpoints in {where} is whole:\n{reasons}")
+    return CheckpointError(f"none of the {len(passed)} checkpoints in {where} is valid:\n{reasons}")
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The parts of a checkpoint; None where it does not know of such a thing at all."""
+    """The parts of a checkpoint; None for those that its format does not have."""
 
     where: str
     folder: Path
@@ -261,7 +260,7 @@ class SavedState:
     objects: Mapping[int, Any]
     """Registered objects, by number."""
     objects_missing: frozenset[int] = frozenset()
-    """Numbers of objects that are there and cannot be read, as was said."""
+    """Numbers of registered objects that could not be read; there is a warning for each."""
     scaler: Any = None
     clipping: Any = None
     """The norms of gradients at the last updates."""
@@ -269,21 +268,21 @@ class SavedState:
     """Gradients of an unfinished update that were sharded over the ranks: their mean. Of replicas each rank has saved its own."""
     updates: Sequence[Mapping[str, Any]] = ()
     world: int | None = None
-    """Processes of the run that saved, if that is known."""
+    """The number of processes that saved, if known."""
     seed: int = 0
     receipt: Mapping[str, Any] = field(default_factory=dict)
     rank: Callable[[int], dict[str, Any] | None] = lambda rank: None
-    """What belongs to a rank, if it is there."""
+    """Returns the state of a rank, or None."""
     warnings: Sequence[str] = ()
-    """What could not be taken over, in words."""
+    """What could not be read, a sentence each."""
     placeholders: TensorPlaceholders = field(default_factory=TensorPlaceholders)
-    """What stands in `models`, `optimizers` and `objects` for tensors that are in shards."""
+    """Placeholders in `models`, `optimizers` and `objects` of tensors that are stored in shards."""
     holder: Any = None
-    """What keeps the folder there, where it is a copy."""
+    """Keeps the folder alive if it is a temporary copy."""
 
 
 def read_saved_state(checkpoint: Checkpoint, where: str) -> SavedState:
-    """Return the parts of a verified checkpoint of ours."""
+    """Return the parts of a verified checkpoint of Slipstream."""
     manifest = checkpoint.manifest
     if manifest.training is None:
         raise CheckpointError(f"{where} has no state of a training loop")
@@ -318,7 +317,7 @@ def read_saved_state(checkpoint: Checkpoint, where: str) -> SavedState:
 
 
 def _read_accelerate(folder: Path, allow_pickle: bool) -> SavedState | None:
-    """Return the parts of a checkpoint of Accelerate; what has no counterpart here is said. None if the folder is no such checkpoint."""
+    """Return the parts of a checkpoint of Accelerate, or None if the folder is not one."""
     if (folder / MANIFEST).exists():
         return None
     from slipstream.checkpoint.accelerate_import import is_accelerate_checkpoint, read_accelerate_checkpoint
@@ -352,7 +351,7 @@ def _split_tensors(state: Mapping[str, Any]) -> SavedModel:
 
 
 def _count_steps(optimizer: Mapping[str, Any]) -> int:
-    """Return how many updates an optimizer has made, as far as it counts them."""
+    """Return how many updates an optimizer has counted."""
     steps = [entries.get("step") for entries in optimizer.get("state", {}).values() if isinstance(entries, Mapping)]
     return max((int(step) for step in steps if isinstance(step, (int, float, torch.Tensor))), default=0)
 
@@ -365,7 +364,7 @@ def _listed(training: Any, name: str, where: str) -> list[Any]:
 
 
 def is_one_of_several(saver: Saver, input_dir: Any, folder: str) -> bool:
-    """Whether a checkpoint was taken because it is the newest, so that another can take its place."""
+    """Whether a checkpoint was chosen from a folder of several, so that another one can replace it."""
     searched = saver.folder if input_dir is None else os.fspath(input_dir)
     if searched is None or is_url(searched):
         return False
@@ -373,14 +372,14 @@ def is_one_of_several(saver: Saver, input_dir: Any, folder: str) -> bool:
 
 
 def locate_checkpoint(saver: Saver, input_dir: Any, allow_pickle: bool, unusable: Mapping[str, str]) -> SavedState:
-    """Return the checkpoint, read and verified; `unusable` are folders that cannot be used, and why."""
+    """Return the checkpoint, read and verified; `unusable` are folders to pass over, with the reason."""
     if input_dir is not None and not isinstance(input_dir, (str, os.PathLike)):
-        raise ConfigError(f"load_state({input_dir!r}): a {type(input_dir).__name__} is no folder; write its path")
+        raise ConfigError(f"load_state({input_dir!r}): {type(input_dir).__name__} is not a path; pass the path of a folder")
     where = saver.folder if input_dir is None else os.fspath(input_dir)
     if not where:
         raise ConfigError(
-            "load_state() was called without a folder: write load_state('checkpoints/first'), or let checkpoints be numbered by "
-            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), and the newest is taken"
+            "load_state() was called without a folder: write load_state('checkpoints/first'), or number checkpoints with "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to load the newest"
         )
     if is_url(where):
         return _read_remote(where, numbered=input_dir is None)
@@ -390,7 +389,7 @@ def locate_checkpoint(saver: Saver, input_dir: Any, allow_pickle: bool, unusable
             return found
         if (folder / MANIFEST).exists() or not numbered_checkpoints(folder):
             return read_saved_state(open_checkpoint(folder, alone=alone), str(folder))
-    # If the highest number is that of a checkpoint of Accelerate, that one is meant. None is looked at behind one of ours.
+    # If the highest number is a checkpoint of Accelerate, that one is meant; older ones are not considered.
     here = numbered_checkpoints(folder)
     if here and (found := _read_accelerate(here[-1][1], allow_pickle)) is not None:
         return found
@@ -427,7 +426,7 @@ def _explain_incomplete(checkpoint: NumberedCheckpoint) -> str:
 
 
 def _read_remote(url: str, *, numbered: bool) -> SavedState:
-    """Return the checkpoint at a URL, or the newest whole one of those numbered below it, which are fetched into temporary folders."""
+    """Return the checkpoint at a URL, or the newest valid one of those numbered below it, from a temporary copy."""
     candidates = [place for _, place in reversed(remote.list_numbered(url))]
     known = [found for place in candidates if (found := remote.describe_checkpoint(place)) is not None] if len(candidates) > 1 else []
     incomplete = {checkpoint.name: _explain_incomplete(checkpoint) for checkpoint in find_incomplete(known)}
@@ -445,11 +444,11 @@ def _read_remote(url: str, *, numbered: bool) -> SavedState:
         newer = {place.rpartition("/")[2]: why for place, why in incomplete.items()}
         _warn_passed_over({**_newer_than(name, newer), **passed}, name)
         return replace(read_saved_state(checkpoint, redact(place)), holder=holder)
-    raise _none_is_whole(passed, redact(url))
+    raise _none_valid_error(passed, redact(url))
 
 
 class _TemporaryCopy:
-    """A folder for what was fetched, which is removed with the last reference to it."""
+    """A temporary folder that is removed with the last reference to it."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slipstream-"))

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint, the names of the files in checkpoints, and the files that ranks add later.
 
 `MANIFEST.json` is written last and lists every other file with its size and checksum; a folder without a readable manifest is not a
-checkpoint. Its own checksum covers every byte of it. `parse_manifest` returns a manifest whose fields have their types, whose names are
-plain names inside the folder and whose parts are all listed as files, or raises an error that names the file. Nothing here imports torch.
+checkpoint. Its own checksum covers every byte of it. `parse_manifest` checks the types of all fields, that names stay inside the folder
+and that every part is listed as a file; any violation is an error that names the file. Nothing here imports torch.
 `docs/checkpoint-format.md` describes the format.
 """
 
@@ -63,7 +63,7 @@ LARGEST_MANIFEST: Final = 64 << 20
 ACCELERATE_FILE: Final = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict)(_\d{1,9})?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d{1,9}\.pkl", re.ASCII
 )
-"""Names of files that mark a checkpoint of Accelerate."""
+"""File names by which a checkpoint of Accelerate is recognised."""
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,24 @@ class ModelEntry:
     """The weights of one model."""
 
     kind: str
-    """Its class, for people."""
+    """Its class name, informative."""
     files: tuple[str, ...]
     """The safetensors files, in order."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of tied weights, and the name under which each is stored."""
+    """Aliases of tied weights, and the name under which each is stored."""
     index: str | None = None
-    """The usual index, where there is more than one file."""
+    """The index file, if there are several files."""
     extra: str | None = None
-    """A part with the entries of the state dict that are no tensors."""
+    """The part with the entries of the state dict that are not tensors."""
     number: int = 0
-    """Which of the prepared models it is: hooks of the script may save some of them by themselves."""
+    """The index of the prepared model; hooks may save some models themselves."""
     shards: tuple[str, ...] = ()
     """Shard files with the sharded tensors of the model: see `shard_layout.py`. The key on disk is "pieces"."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a checkpoint without opening its other files.
+    """The description of a checkpoint.
 
     >>> manifest = Manifest(stamp="s", step=3, created="2026-01-01T00:00:00Z", written_by="slipstream", world=1, strategy="single")
     >>> parse_manifest(manifest.dump(), "MANIFEST.json") == manifest
@@ -96,24 +96,24 @@ class Manifest:
     """
 
     stamp: str
-    """What tells the files of one save from those of another: a rank that adds a file later writes the same one."""
+    """The identity of the save, which is also in the names of files that ranks add later."""
     step: int
-    """Updates made."""
+    """The number of updates."""
     created: str
     written_by: str
     world: int
-    """Processes of the run that saved."""
+    """The number of processes of the run."""
     strategy: str
     mesh: Mapping[str, int] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     models: tuple[ModelEntry, ...] = ()
     optimizers: tuple[str, ...] = ()
     training: str | None = None
-    """The part with schedulers, scaler, loaders and windows of accumulation."""
+    """The part with schedulers, loss scale, loaders and clipping."""
     objects: tuple[str, ...] = ()
     """The parts of registered objects."""
     ranks: Mapping[int, str] = field(default_factory=dict)
-    """The parts that belong to one rank, as far as they were there when the manifest was written."""
+    """The states of ranks that were there when the manifest was written."""
     shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Shard files with the sharded tensors of a part, by the file of the part. The key on disk is "pieces"."""
     metric: float | None = None
@@ -129,13 +129,13 @@ class Manifest:
         return {name for names in (*(model.shards for model in self.models), *self.shards.values()) for name in names}
 
     def part_files(self) -> set[str]:
-        """Return the files that loading reads, without shards and indexes; other files were written by hooks of the script."""
+        """Return the files with parts, without shard files and indexes."""
         names = {name for model in self.models for name in (*model.files, model.extra) if name is not None}
         names.update(self.optimizers, self.objects, self.ranks.values())
         return names if self.training is None else names | {self.training}
 
     def other_files(self) -> list[str]:
-        """Return the files that hooks of the script wrote."""
+        """Return the files that save hooks wrote."""
         ours = self.part_files() | {model.index for model in self.models if model.index is not None}
         ours.update(file for name in self.shard_files() for file in (name, checksums_name(name)))
         return [name for name in self.files if name not in ours]
@@ -156,7 +156,7 @@ class Manifest:
         }
         data = strict_json.dump(body, indent=1)
         if why := strict_json.explain_too_large(data.decode()):
-            raise CheckpointError(f"The manifest of {len(self.files):,} files could not be read again: {why}. Save fewer files.")
+            raise CheckpointError(f"The manifest of {len(self.files):,} files would be unreadable: {why}. Save fewer files.")
         return data.replace(_NO_CHECKSUM.encode(), digest(data).encode(), 1)
 
 
@@ -174,22 +174,22 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """Return the manifest in these bytes; `where` is the path for messages."""
     body = strict_json.parse(data, where, largest=LARGEST_MANIFEST)
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise CheckpointError(f"{where} is no manifest of a Slipstream checkpoint: it does not say \"format\": \"{_FORMAT}\"")
+        raise CheckpointError(f"{where} is not the manifest of a Slipstream checkpoint: it has no \"format\": \"{_FORMAT}\"")
     version = body.get("version")
     if version != VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{where} has version {_shown(version)} of the checkpoint format, and this version of slipstream reads version {VERSION}: "
-            f"it was written by {_shown(body.get('written_by'))}. Use that version, or a newer one."
+            f"{where} has version {_shown(version)} of the checkpoint format, and this version of slipstream reads version {VERSION}. "
+            f"It was written by {_shown(body.get('written_by'))}: use that version, or a newer one."
         )
-    said = body.get("checksum")
-    blanked = data.replace(said.encode(), _NO_CHECKSUM.encode(), 1) if isinstance(said, str) else data
-    if blanked == data or digest(blanked) != said:
-        raise CheckpointError(f"{where} has been changed since it was written: its own checksum does not fit")
+    checksum = body.get("checksum")
+    blanked = data.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1) if isinstance(checksum, str) else data
+    if blanked == data or digest(blanked) != checksum:
+        raise CheckpointError(f"{where} has been changed since it was written: its checksum does not match")
     return _ManifestReader(body, where).manifest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint; the error says what is there instead if there is none."""
+    """Return the manifest of a checkpoint; if there is none, the error lists what the folder contains."""
     where = str(folder / MANIFEST)
     try:
         with ConfinedFolder(folder) as opened:
@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_manifest_or_none(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder, or None if there is none that can be read."""
+    """Return the manifest of a folder, or None if it is missing or damaged."""
     try:
         return read_manifest(folder)
     except (CheckpointError, OSError):
@@ -212,7 +212,7 @@ def read_manifest_or_none(folder: Path) -> Manifest | None:
 
 
 def open_listed_file(folder: Path, name: str) -> int:
-    """Return a descriptor of a file that the manifest lists; the caller closes it."""
+    """Open a file that the manifest lists; the caller closes the descriptor."""
     try:
         return open_inside(folder, name)
     except FileNotFoundError:
@@ -226,7 +226,7 @@ def _missing_manifest_error(folder: Path) -> str:
         return f"there is no checkpoint at {folder}{there}"
     names = sorted(os.listdir(folder))
     if any(map(ACCELERATE_FILE.fullmatch, names)):
-        why = f"it has no {MANIFEST}. load_state reads it, and save_state makes one of ours"
+        why = f"it has no {MANIFEST}. load_state reads it, and save_state writes a checkpoint of Slipstream"
         return f"{folder} is a checkpoint of Accelerate, or looks like one: {why}"
     if any(name.endswith(".metadata") or name.startswith(f"{FSDP_MODEL_NAME}_") for name in names):
         return (
@@ -234,7 +234,7 @@ def _missing_manifest_error(folder: Path) -> str:
             "and `slipstream checkpoint show`, `verify` and `diff` look into it"
         )
     held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
-    return f"{folder} is no checkpoint, or one whose save did not come to its end: it has no {MANIFEST} (it holds {held})"
+    return f"{folder} is not a checkpoint, or its save did not finish: it has no {MANIFEST} (it contains {held})"
 
 
 def _shown(value: Any) -> str:
@@ -245,7 +245,7 @@ def _shown(value: Any) -> str:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer larger than any float
         return False
 
 
@@ -294,30 +294,30 @@ class _ManifestReader:
     def _text(self, name: str) -> str:
         value = self._body.get(name)
         if not isinstance(value, str):
-            raise self._wrong(name, f"{_shown(value)} is no text")
+            raise self._wrong(name, f"{_shown(value)} is not a string")
         return value
 
     def _whole(self, name: str, value: Any, least: int = 0, most: int = _LARGEST_SIZE) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self._wrong(name, f"{_shown(value)} is no whole number from {least} to {most}")
+            raise self._wrong(name, f"{_shown(value)} is not an integer from {least} to {most}")
         return value
 
     def _metric(self) -> float | None:
         value = self._body.get("metric")
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)):
             return value
-        raise self._wrong("metric", f"{_shown(value)} is no number")
+        raise self._wrong("metric", f"{_shown(value)} is not a finite number")
 
     def _list(self, name: str) -> list[Any]:
         value = self._body.get(name)
         if not isinstance(value, list):
-            raise self._wrong(name, f"a {type(value).__name__} is no list")
+            raise self._wrong(name, f"{type(value).__name__} is not a list")
         return value
 
     def _mapping(self, name: str, value: Any = None) -> dict[str, Any]:
         value = self._body.get(name) if value is None else value
         if not isinstance(value, dict):
-            raise self._wrong(name, f"a {type(value).__name__} is no mapping")
+            raise self._wrong(name, f"{type(value).__name__} is not a mapping")
         return value
 
     def _entry(self, name: str, entry: Any) -> FileEntry:
@@ -326,9 +326,9 @@ class _ManifestReader:
         return FileEntry(self._whole(f"size of {name}", entry.get("size")), entry["checksum"])
 
     def _part(self, where: str, name: Any) -> str:
-        """Return a file that has to be listed with its size and checksum, and is nothing else."""
+        """Return the name of a listed file that nothing else uses."""
         if self._listed(where, name) in self._used:
-            raise self._wrong(where, f"{_shown(name)} is used for something else too")
+            raise self._wrong(where, f"{_shown(name)} is used twice")
         self._used.add(name)
         return str(name)
 
@@ -347,7 +347,7 @@ class _ManifestReader:
         if not isinstance(files, list) or not isinstance(kind, str):
             raise self._wrong(where, "it has no list of files or no kind")
         if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
-            raise self._wrong(where, "its aliases are no mapping of names")
+            raise self._wrong(where, "its aliases are not a mapping of names")
         index, extra = (self._optional_part(where, entry.get(name)) for name in ("index", "extra"))
         known = self._whole(where, entry.get("number"))
         shards = self._shards(where, entry.get("pieces", []))
@@ -363,7 +363,7 @@ class _ManifestReader:
 
     def _rank(self, rank: str, world: int) -> int:
         if not rank.isascii() or not rank.isdigit() or str(int(rank[:9])) != rank or int(rank) >= world:
-            raise self._wrong("ranks", f"{_shown(rank)} is no rank of a run of {world} processes")
+            raise self._wrong("ranks", f"{_shown(rank)} is not a rank of a run of {world} processes")
         return int(rank)
 
 
@@ -372,7 +372,7 @@ class _ManifestReader:
 
 
 def split_stamp(stamp: str) -> tuple[int, str]:
-    """Return the step in a stamp, and the 8 digits that name the run since its last load.
+    """Return the step in a stamp, and the run id of 8 digits.
 
     >>> split_stamp("120-00112233445566aa")
     (120, '00112233')
@@ -386,7 +386,7 @@ _RANK_FILE = re.compile(r"rank_(\d{1,9})\.([0-9]{1,20}-[0-9a-f]{16})\.([0-9a-f]{
 
 @dataclass(frozen=True)
 class RankFile:
-    """A file that a rank added after the manifest was written: its name says whose it is, to which save it belongs, and its checksum.
+    """A file that a rank added after the manifest was written: its name has the rank, the stamp of the save, and the checksum.
 
     >>> name = RankFile(3, "120-00112233445566aa", "0" * 32).name
     >>> name[:28], RankFile.of(name).rank, RankFile.of("notes.txt")
@@ -403,13 +403,13 @@ class RankFile:
 
     @staticmethod
     def of(name: str) -> RankFile | None:
-        """Return what a file's name says; None if it is no such file."""
+        """Parse a file name; None if it is not that of a rank's file."""
         found = _RANK_FILE.fullmatch(name)
         return None if found is None else RankFile(int(found[1]), found[2], found[3])
 
 
 _UNFINISHED: Final = re.compile(r"rank-[0-9a-f]{8}-[0-9a-f]{16}", re.ASCII)
-_LONGEST_NAME: Final = 100  # with what is put around it a name stays below the 255 bytes of every file system
+_LONGEST_NAME: Final = 100  # with prefix and suffix, a name stays below the 255 bytes that file systems allow
 _NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
 
 
@@ -424,17 +424,17 @@ def checkpoint_number(name: str) -> int | None:
 
 
 def rank_files(target: Path, stamp: str) -> dict[int, Path]:
-    """Return the files that ranks added to a checkpoint after its manifest was written, by rank; of two the later one."""
+    """Return the files that ranks added to a checkpoint after the commit, by rank; of two the later one."""
     try:
         inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
         inside.sort(key=lambda entry: (entry[0].lstat().st_mtime_ns, entry[0].name))
     except FileNotFoundError:
-        raise CheckpointError(f"{target} was removed while it was being read") from None
+        raise CheckpointError(f"{target} was removed while it was read") from None
     return {found.rank: path for path, found in [*inside, *pending_rank_files(target)] if found.stamp == stamp}
 
 
 def rank_file_prefix(target: Path) -> str:
-    """Return the prefix of files that ranks put beside a checkpoint.
+    """Return the prefix of the files that ranks write beside a checkpoint.
 
     >>> rank_file_prefix(Path("runs/first"))
     '.first.'
@@ -444,10 +444,10 @@ def rank_file_prefix(target: Path) -> str:
 
 
 def pending_rank_files(target: Path) -> list[tuple[Path, RankFile]]:
-    """Return the files of ranks that wait beside a checkpoint: they came before it, and its commit takes them in.
+    """Return the files of ranks that wait beside a checkpoint until its commit.
 
-    If it is numbered, those of all numbers: a rank may count otherwise than the main process, which may have saved alone before. The
-    stamp in a name tells to which save it belongs.
+    For a numbered checkpoint these are the files of all numbers, because the main process may have saved alone before and count higher
+    than a rank. The stamp in a name tells which save it belongs to.
     """
     return [(target.parent / name, found) for name, rest in _hidden_beside(target) if (found := RankFile.of(rest)) is not None]
 
@@ -473,7 +473,7 @@ def unfinished_rank_files(target: Path) -> list[Path]:
 
 
 def _hidden_beside(target: Path) -> list[tuple[str, str]]:
-    """Return hidden names beside a checkpoint, each with what follows the name of the checkpoint in it."""
+    """Return hidden names beside a checkpoint, each with the part after the name of the checkpoint."""
     numbered = checkpoint_number(target.name) is not None
     pattern = re.compile(r"\.checkpoint_[0-9]{1,18}\." if numbered else re.escape(rank_file_prefix(target)))
     with suppress(FileNotFoundError), os.scandir(target.parent) as entries:

@@ -1,13 +1,14 @@
-"""Checkpoints behind a URL, with the rule of local ones: files first, the manifest last, old ones removed only after that.
+"""Checkpoints at a URL. As on a disk, files come first, the manifest last, and old checkpoints are removed only after that.
 
 An object store has no rename, so the files of each save go into a folder of their own:
 
     URL/data-TIME-HEX/model.safetensors, ...      the files of one save, and a copy of its manifest
     URL/MANIFEST.json                             which save counts: it names the files in that folder
-    URL/rank_3.STAMP.CHECKSUM.safetensors         what other ranks added later
+    URL/rank_3.STAMP.CHECKSUM.safetensors         the state of other ranks, added later
 
-Writing `MANIFEST.json` is the commit: one small request. Until then the previous checkpoint stays whole. If that object is damaged,
-readers use the newest whole save from the copies beside the files. Two writers at one URL never mix their files: the last manifest wins.
+Writing `MANIFEST.json` is the commit: one small request. Until then the previous checkpoint stays complete. If that object is damaged,
+readers use the copies beside the files to find the newest complete save. Two writers at one URL never mix their files: the last manifest
+wins.
 `fetch` downloads a checkpoint into a local folder; names are checked, sizes are limited by the manifest, and checksums are compared on
 the way. Nothing here imports torch at import time.
 """
@@ -57,11 +58,11 @@ _LARGEST_RANK_FILE: Final = 64 * 2**20
 _CHUNK_SIZE: Final = 4 << 20
 _DATA: Final = re.compile(r"data-([0-9a-f]{16})-[0-9a-f]{8}", re.ASCII)
 _ABANDONED_SECONDS: Final = 7 * 24 * 3600
-"""After this time the files of a save that never ended are removed by the next one."""
+"""After this time the next save removes the files of one that never ended."""
 
 
 class RemoteTarget:
-    """A place for a checkpoint behind a URL; the methods are those of `LocalDestination` in `writer.py`.
+    """A checkpoint at a URL; the methods are those of `LocalDestination` in `writer.py`.
 
     >>> with RemoteTarget("memory://remote-example").begin() as stage:
     ...     files = {"notes.txt": stage.add("notes.txt", [b"hello"], 5)}
@@ -75,19 +76,19 @@ class RemoteTarget:
         self._store = ObjectStore(url)
 
     def begin(self) -> RemoteStage:
-        """Return an empty stage; nothing that is at the URL changes before its `commit`."""
+        """Return an empty stage. The checkpoint at the URL does not change before `commit`."""
         return RemoteStage(self._store)
 
     def join(self, ticket: str) -> RemoteStage:
-        """Return the stage that another process has begun, for adding files to it; the other one commits or removes it."""
+        """Return the stage that another process began, and will commit or remove, to add files to it."""
         return RemoteStage(self._store, ticket)
 
     def add_rank_file(self, snapshot: Snapshot) -> None:
-        """Upload what belongs to a rank that does not write the checkpoint; it counts as soon as the checkpoint with its stamp does."""
-        from slipstream.checkpoint.serialize import encode_tree  # imports torch, which reading a checkpoint from here does not need
+        """Upload the state of a rank that does not write the checkpoint. It counts once the checkpoint with its stamp is committed."""
+        from slipstream.checkpoint.serialize import encode_tree  # imports torch, which reading does not need
 
         own, digest = snapshot.own, Digest()
-        # The checksum is in the name, so it has to be known before the first byte goes: the file is encoded twice.
+        # The name contains the checksum, which must be known before the upload: the file is encoded twice.
         for chunk in encode_tree(own.name, own.tree, own.tensors)[1][0]:
             digest.update(chunk)
         self._store.make_folder("")
@@ -98,14 +99,14 @@ class RemoteTarget:
         """Do nothing: an upload is too slow for a marker, so a rank that is killed is noticed by earlier saves from the same line."""
 
     def collect(self, stamp: str) -> None:
-        """Do nothing: ranks put their files where they belong, and a put is whole or not there."""
+        """Do nothing: ranks upload their files to where they belong."""
 
     def mark_latest(self) -> None:
         """Make this checkpoint the one that `latest` names."""
         write_latest(*self._url.rsplit("/", 1))
 
     def rotate(self, policy: RetentionPolicy) -> None:
-        """Remove checkpoints beside it that are no longer kept."""
+        """Remove numbered checkpoints that are no longer kept."""
         rotate(self._url.rpartition("/")[0], policy, newest=self._url)
 
     def rotate_if_complete(self, policy: RetentionPolicy, stamp: str) -> None:
@@ -115,12 +116,12 @@ class RemoteTarget:
             self.rotate(policy)
 
     def reusable(self, last: str | None) -> list[Path]:
-        """Return nothing: a store has no links."""
+        """Return nothing: object stores have no links."""
         return []
 
 
 class RemoteStage:
-    """A checkpoint that is being uploaded. `folder` is a local one, for hooks that write files; they are uploaded when adopted."""
+    """A checkpoint that is being uploaded. `folder` is a local folder for files that hooks write; `adopt` uploads them."""
 
     common: Final = False
     """Whether other processes see `folder`."""
@@ -141,34 +142,34 @@ class RemoteStage:
 
     @property
     def ticket(self) -> str:
-        """What another process passes to `RemoteTarget.join`."""
+        """The argument of `RemoteTarget.join` in another process."""
         return self._data
 
     @property
     def folder(self) -> Path:
-        """A folder of this machine that lives as long as the stage."""
+        """A local folder that exists as long as the stage."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="slipstream-saving-"))
         return self._folder
 
     def add(self, name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
-        """Upload a file of these bytes, `size` in total; the store has it when this returns."""
+        """Upload a file with these bytes, `size` in total; it is stored when this returns."""
         return FileEntry(size, self._put(name, chunks, size))
 
     def adopt(self, name: str) -> FileEntry:
-        """Upload a file that somebody wrote into `folder`; links and anything else that is no regular file are refused."""
+        """Upload a file that somebody wrote into `folder`; anything but a regular file is an error."""
         with ConfinedFolder(self.folder) as opened, os.fdopen(opened.open(name), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             return self.add(name, iter(lambda: file.read(_CHUNK_SIZE), b""), size)
 
     def reuse(self, name: str, source: Path, entry: FileEntry) -> bool:
-        """Return False: a store has no second names for a file."""
+        """Return False: object stores have no links."""
         return False
 
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest, which makes this the checkpoint at the URL; then remove the one before."""
+        """Write the manifest, which makes this the checkpoint at the URL; then remove the previous one."""
         if self._joined:
-            raise CheckpointError(f"{self._store.shown} is committed by the process that has begun it.")
+            raise CheckpointError(f"{self._store.shown} is committed by the process that began it.")
         try:
             new = parse_manifest(manifest, self._store.show(MANIFEST))
             data = _renamed(new, lambda name: f"{self._data}/{name}").dump()
@@ -183,7 +184,7 @@ class RemoteStage:
         _remove_outdated(self._store, before, self._data, new)
 
     def abandon(self) -> None:
-        """Remove what was uploaded; after `commit`, or a second time, this does nothing."""
+        """Remove the uploaded files; after `commit`, or a second time, do nothing."""
         if not self._open:
             return
         self._open = False
@@ -193,11 +194,11 @@ class RemoteStage:
         try:
             self._store.remove(self._data)
         except CheckpointError as problem:
-            get_logger(__name__).warning(f"Files of a save that was given up remain in {self._store.show(self._data)}: {problem}")
+            get_logger(__name__).warning(f"Files of an abandoned save remain in {self._store.show(self._data)}: {problem}")
 
     def _put(self, name: str, chunks: Iterable[Bytes], size: int) -> str:
         if not self._open:
-            raise CheckpointError(f"{self._store.shown}: this save is over; {name!r} cannot be added to it.")
+            raise CheckpointError(f"{self._store.shown}: this save has ended; {name!r} cannot be added to it.")
         place = f"{self._data}/{check_name(name, f'The save to {self._store.shown}')}"
         folder = check_name(place, f"The save to {self._store.shown}").rpartition("/")[0]
         if folder not in self._made:
@@ -209,7 +210,7 @@ class RemoteStage:
         try:
             self._store.replace(MANIFEST, data)
         except CheckpointError:
-            # The request failed, which does not tell whether the store has carried it out. Only what is there tells.
+            # A failed request may have been carried out, so look at the result.
             try:
                 there = self._store.read(MANIFEST, LARGEST_MANIFEST)
             except MissingCheckpointError:
@@ -227,11 +228,11 @@ class RemoteStage:
             raise
 
     def _keep_all(self) -> None:
-        """Keep the files of both saves, because it is unknown which manifest is there."""
+        """Keep the files of both saves, because either manifest may be there."""
         self._open = False
         self._clear()
         get_logger(__name__).warning(
-            f"Whether {self._store.show(MANIFEST)} was replaced is unknown; the files of both saves stay, this one's in {self._data}."
+            f"It is unknown whether {self._store.show(MANIFEST)} was replaced. The files of both saves stay, this one's in {self._data}."
         )
 
     def _clear(self) -> None:
@@ -249,7 +250,7 @@ def fetch(url: str, into: str | os.PathLike[str]) -> Path:
     store, folder = ObjectStore(url), Path(into)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise CheckpointError(f"{store.shown} cannot be fetched into {folder}: that folder is not empty")
+        raise CheckpointError(f"{store.shown} cannot be downloaded into {folder}: that folder is not empty")
     manifest = _current(store)
     try:
         _download(store, manifest, folder)
@@ -313,14 +314,14 @@ def _read_manifest(store: ObjectStore, name: str = MANIFEST) -> Manifest:
 
 
 def _published_manifest(store: ObjectStore) -> Manifest | None:
-    """Return the manifest that counts, if it is there and whole."""
-    with suppress(CheckpointError):  # absent or damaged: `_current` says why
+    """Return the current manifest, or None if it is missing or damaged."""
+    with suppress(CheckpointError):
         return _read_manifest(store)
     return None
 
 
 def _current(store: ObjectStore) -> Manifest:
-    """Return the manifest that counts; if it is missing or damaged, that of the newest whole save beside it."""
+    """Return the current manifest; if it is missing or damaged, that of the newest complete save beside it."""
     try:
         return _read_manifest(store)
     except CheckpointError as problem:
@@ -328,7 +329,7 @@ def _current(store: ObjectStore) -> Manifest:
             with suppress(CheckpointError):
                 found = _read_manifest(store, f"{data}/{MANIFEST}")
                 if all(store.size(name) == entry.size for name, entry in found.files.items()):
-                    get_logger(__name__).warning(f"{problem}; the save in {data} is whole, and is used instead.")
+                    get_logger(__name__).warning(f"{problem}; the save in {data} is complete and is used instead.")
                     return found
         if isinstance(problem, MissingCheckpointError):
             there = ", ".join(store.list()[:6]) or "nothing"
@@ -337,7 +338,7 @@ def _current(store: ObjectStore) -> Manifest:
 
 
 def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
-    """Return the manifest with other names of files."""
+    """Return the manifest with renamed files."""
 
     def optional(name: str | None) -> str | None:
         return None if name is None else rename(name)
@@ -365,7 +366,7 @@ def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
 
 
 def _data_of(manifest: Manifest) -> str | None:
-    """Return the folder in which all files of a save are, if they are in one."""
+    """Return the folder that contains all files of a save, if there is one."""
     folders = {name.partition("/")[0] for name in manifest.files}
     only = folders.pop() if len(folders) == 1 else ""
     return only if _DATA.fullmatch(only) and only not in manifest.files else None
@@ -390,7 +391,7 @@ def _download(store: ObjectStore, manifest: Manifest, folder: Path) -> None:
         if found is not None and found.stamp == manifest.stamp:
             size = store.size(name)
             if size > limit:
-                raise CheckpointError(f"{store.show(name)} has {size:,} bytes, more than the whole checkpoint; it is not fetched")
+                raise CheckpointError(f"{store.show(name)} has {size:,} bytes, more than the whole checkpoint; it is not downloaded")
             _download_file(store, name, folder / name, size, found.checksum)
     (folder / MANIFEST).write_bytes(saved.dump())
 
@@ -399,7 +400,7 @@ def _download_file(
     store: ObjectStore, place: str, path: Path, size: int, checksum: str, advance: Callable[[int], object] = lambda count: None
 ) -> None:
     if shutil.disk_usage(path.parent if path.parent.exists() else path.anchor or ".").free < size:
-        raise CheckpointError(f"{store.show(place)} cannot be fetched to {path}: it has {size:,} bytes, more than the disk has left")
+        raise CheckpointError(f"{store.show(place)} cannot be downloaded to {path}: it has {size:,} bytes, more than the disk has free")
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = Digest()
     with path.open("xb") as file:
@@ -411,12 +412,12 @@ def _download_file(
 
 
 def _remove_outdated(store: ObjectStore, before: Manifest | None, data: str, new: Manifest) -> None:
-    """Remove, after a commit, the files of the save before it and what dead saves left."""
+    """Remove, after a commit, the files of the previous save and leftovers of dead ones."""
     try:
         for name in _outdated(store, before, data, new):
             store.remove(name)
     except CheckpointError as problem:
-        get_logger(__name__).warning(f"{store.shown} is saved; files of earlier saves could not all be removed: {problem}")
+        get_logger(__name__).warning(f"{store.shown} is saved. Not all files of earlier saves could be removed: {problem}")
 
 
 def _outdated(store: ObjectStore, before: Manifest | None, data: str, new: Manifest) -> Iterator[str]:
@@ -432,7 +433,7 @@ def _outdated(store: ObjectStore, before: Manifest | None, data: str, new: Manif
 
 
 def _remove(store: ObjectStore, manifest: Manifest) -> None:
-    """Remove a checkpoint, its manifests first: from then on it is none, wherever this is interrupted."""
+    """Remove a checkpoint, its manifests first: without them an interrupted removal leaves no checkpoint."""
     folder = _data_of(manifest)
     if folder is not None:
         store.remove(f"{folder}/{MANIFEST}")

@@ -1,9 +1,9 @@
-"""`save_state` of one Accelerator: where a checkpoint goes, who writes what, synchronously or in the background.
+"""`save_state` of one Accelerator: where a checkpoint goes, which rank writes what, synchronously or in the background.
 
-`Saver` keeps what lasts between saves: numbering, hooks, registered objects and the background thread. At most one async save runs at a
-time; its failure is logged and raised at the next call, and the thread is no daemon, so a script that ends waits for it. `SaveFolders`
+`Saver` holds the state between saves: numbering, hooks, registered objects and the background thread. At most one async save runs at a
+time. Its failure is logged and raised at the next call, and its thread is not a daemon, so a script waits for it at exit. `SaveFolders`
 detects through the rendezvous store, without waiting, that processes gave different folders for one checkpoint. Every Accelerator has a
-`Saver`, so what saves is imported by the methods that save.
+`Saver`, so the modules that write are imported by the methods that save.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["BackgroundTask", "SaveFolders", "SaveOptions", "Saver", "same_folder
 
 
 class BackgroundTask:
-    """One piece of work in a thread of its own.
+    """One task at a time in a background thread.
 
     >>> background, done = BackgroundTask(), []
     >>> background.start("the list", lambda: done.append(1))
@@ -55,46 +55,46 @@ class BackgroundTask:
 
     @property
     def busy(self) -> bool:
-        """Whether work is in progress."""
+        """Whether a task is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, name: str, work: Callable[[], object]) -> None:
-        """Run work in the background, after waiting for what came before it, whose failure is raised."""
+        """Wait for the previous task, raise its failure, and run this one in the background."""
         self.wait()
         self._name = name
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"slipstream: {name}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the work is done, and raise its failure, once."""
+        """Wait until the task has finished, and raise its failure once."""
         if self._thread is not None:
-            self._thread.join()  # an interrupt here does not forget the work
+            self._thread.join()  # after an interrupt, the next call waits again
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise CheckpointError(f"{self._name}, which was saved asynchronously, failed: {failure}") from failure
+            raise CheckpointError(f"{self._name}: the async save failed: {failure}") from failure
 
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except Exception as error:  # raised by the next call; a run that makes none has it in the log
+        except Exception as error:  # the next call raises it; a run without one has it in the log
             self._failure = error
             get_logger(__name__).error(f"{self._name} was not saved: {error}", main_process_only=False)
 
 
 _FolderRecord = dict[str, Any]
-"""Rank, host, the folder as it was given, and where it is."""
+"""Rank, host, the folder as given, and its resolved path."""
 
 
 class SaveFolders:
-    """The folders of the saves of one Accelerator."""
+    """Compares the folders that the ranks give to the saves of one Accelerator, through the rendezvous store and without waiting."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._number = next(runtime.savers)
         self._calls: Counter[str] = Counter()
-        self._note: str | None = None
-        """The name of the last save."""
+        self._key: str | None = None
+        """The key of the last save in the store."""
         self._own: _FolderRecord = {}
 
     def announce(self, folder: str, save: str) -> None:
@@ -109,43 +109,43 @@ class SaveFolders:
         digest = hashlib.blake2b(f"{save} {self._calls[save]}".encode(errors="replace"), digest_size=8).hexdigest()
         found = folder.rstrip("/") if is_url(folder) else os.path.realpath(os.path.expanduser(local_path(folder)))
         self._own = {"rank": process.rank, "host": process.host, "given": redact(folder), "folder": found, "site": call_site()}
-        self._note = f"save/{self._number}/{digest}"
+        self._key = f"save/{self._number}/{digest}"
         try:
-            first = json.loads(self._runtime.store_flags.agree(self._note, json.dumps(self._own)))
+            first = json.loads(self._runtime.store_flags.agree(self._key, json.dumps(self._own)))
             if not same_folder(first, self._own):
-                self._runtime.store_flags.append(f"{self._note}/other", json.dumps(self._own) + "\n")
-        except torch.distributed.DistError:  # the process that serves the store is gone, and with it whoever could be asked
-            self._note = None
+                self._runtime.store_flags.append(f"{self._key}/other", json.dumps(self._own) + "\n")
+        except torch.distributed.DistError:  # the process that serves the store has ended
+            self._key = None
         self.check()
 
     def check(self) -> None:
-        """Raise if another process gave another folder for the last save."""
-        note, self._note = self._note, None
-        if note is None:
+        """Raise if another process gave a different folder for the last save."""
+        key, self._key = self._key, None
+        if key is None:
             return
         try:
-            others = self._runtime.store_flags.read(f"{note}/other")
-            first = self._runtime.store_flags.agree(note, json.dumps(self._own)) if others else ""
+            others = self._runtime.store_flags.read(f"{key}/other")
+            first = self._runtime.store_flags.agree(key, json.dumps(self._own)) if others else ""
         except torch.distributed.DistError:
             return
         if not others:
-            self._note = note
+            self._key = key
             return
         from slipstream.files.object_store import redact
 
         records = {record["rank"]: record for record in (self._own, *map(json.loads, [first, *others.splitlines()]))}
-        shown = "given" if len({record["given"] for record in records.values()}) > 1 else "folder"  # one path in two working directories
+        shown = "given" if len({record["given"] for record in records.values()}) > 1 else "folder"  # one path, two working directories
         given = ", ".join(f"rank {rank}: {redact(records[rank][shown])!r}" for rank in sorted(records))
         raise ConfigError(
-            f"save_state at {self._own['site']} was given different folders for one checkpoint ({given}). The main process writes what all "
-            "share, and each other process adds a file of its own, so all of them have to name the same folder: make it of the step or the "
-            "epoch, and not of the rank, the time or a random name. To save on the main process alone, call save_state under "
+            f"save_state at {self._own['site']} was given different folders for one checkpoint ({given}). The main process writes "
+            "the shared state and every other process adds its own file, so all of them must name the same folder: derive it from the "
+            "step or the epoch, not from the rank, the time or a random name. To save on the main process alone, call save_state under "
             f"`if accelerator.is_main_process`. (Raised on rank {self._own['rank']}.)"
         )
 
 
 def same_folder(first: _FolderRecord, second: _FolderRecord) -> bool:
-    """Whether two processes mean one folder. Machines may see a disk under different paths: of those, the last name is compared.
+    """Whether two processes mean one folder. Machines may mount a disk at different paths, so between them only the last name counts.
 
     >>> same_folder({"host": "a", "folder": "/runs/1"}, {"host": "a", "folder": "/runs/2"})
     False
@@ -169,7 +169,7 @@ class SaveOptions:
 
     @property
     def shard_bytes(self) -> int | None:
-        """`max_shard_size` in bytes; `ConfigError` if it is no size."""
+        """`max_shard_size` in bytes; `ConfigError` if it is not a size."""
         from slipstream.files.sizes import parse_size
 
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
@@ -177,20 +177,20 @@ class SaveOptions:
 
 @dataclass
 class Saver:
-    """What an Accelerator keeps between saves."""
+    """The state of an Accelerator between saves."""
 
     components: Components
     project: ProjectConfiguration
     async_save: bool = False
-    """Whether saves are asynchronous unless a call says otherwise."""
+    """The default of `save_state(async_save=)`."""
     objects: list[Any] = field(default_factory=list)
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     background: BackgroundTask = field(default_factory=BackgroundTask)
     last: str | None = None
-    """The checkpoint that was saved last."""
+    """The checkpoint that was saved or loaded last."""
     run_id: str = ""
-    """Names this run since its last load, the same on all ranks (8 hex digits): saves of another one at the same step are not its own."""
+    """Random id of this run (8 hex digits), the same on all ranks and changed by every load: tells apart saves of runs at the same step."""
 
     folders: SaveFolders = field(init=False)
     """Whether all ranks save to the same folder."""
@@ -202,14 +202,14 @@ class Saver:
 
     @cached_property
     def disk(self) -> Disk:
-        """What writes; tests replace it."""
+        """The disk that saves write to; tests replace it."""
         from slipstream.files.disk import Disk
 
         return Disk()
 
     @cached_property
     def arena(self) -> Arena:
-        """Memory for the copies that async saving takes."""
+        """Memory for the copies of async saving."""
         from slipstream.checkpoint.capture import Arena
 
         return Arena()
@@ -228,38 +228,38 @@ class Saver:
 
     @property
     def retention(self) -> RetentionPolicy:
-        """Which checkpoints stay."""
+        """Which numbered checkpoints stay."""
         from slipstream.checkpoint.rotate import RetentionPolicy
 
         return RetentionPolicy(self.project.total_limit, self.project.keep_best or 0, "max" if self.project.best_mode == "max" else "min")
 
     def _numbers(self) -> list[int]:
-        """Return the numbers that are taken, ascending."""
+        """Return the numbers of the existing checkpoints, ascending."""
         from slipstream.checkpoint.writer import checkpoint_numbers
 
         return [] if self.folder is None else checkpoint_numbers(self.folder)
 
     def begin_numbering(self) -> None:
-        """Make the next number one that no checkpoint has."""
+        """Continue after the existing numbers."""
         if self.folder is not None:
             self.project.iteration = max([self.project.iteration, *(number + 1 for number in self._numbers())])
 
     def _renumber(self) -> None:
-        """Take another number where another run in the same project has saved under the one that comes next."""
+        """Continue after the highest number if another run in the same project has used the next one."""
         taken = self._numbers() if self.folder is not None and self.writes else []
         if self.project.iteration in taken:
             from slipstream.files.object_store import redact
 
             get_logger(__name__).warning(
                 f"checkpoint_{self.project.iteration} in {redact(str(self.folder))} was saved by another run since this one began: "
-                f"numbers go on with {taken[-1] + 1}. Give each run a project_dir of its own."
+                f"numbering continues with {taken[-1] + 1}. Give each run its own project_dir."
             )
             self.project.iteration = taken[-1] + 1
 
     def target(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return where this save goes."""
+        """Return the path or URL of this save."""
         if output_dir is not None and not isinstance(output_dir, (str, os.PathLike)):
-            raise ConfigError(f"save_state({output_dir!r}): a {type(output_dir).__name__} is no folder; write its path")
+            raise ConfigError(f"save_state({output_dir!r}): {type(output_dir).__name__} is not a path; pass the path of a folder")
         given = os.fspath(output_dir or "")
         if self.folder is not None:
             from slipstream.files.object_store import join_location
@@ -273,16 +273,16 @@ class Saver:
                 )
             return target
         if "\0" in given:
-            raise ConfigError(f"save_state({given!r}): no name of a file holds a zero byte; write another one")
+            raise ConfigError(f"save_state({given!r}): the path contains a null byte")
         if not given:
             raise ConfigError(
-                "save_state() was called without a folder: write save_state('checkpoints/first'), or let them be numbered by "
+                "save_state() was called without a folder: write save_state('checkpoints/first'), or number checkpoints with "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
         return given
 
     def note_loaded(self, where: str) -> None:
-        """Begin a new run_id, whose numbers come after those of the checkpoint that was loaded."""
+        """Change the run id, and continue the numbering after the checkpoint that was loaded."""
         from slipstream.checkpoint.manifest import checkpoint_number
 
         self.last = where
@@ -293,7 +293,7 @@ class Saver:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes what all ranks share."""
+        """Whether this process writes the shared state."""
         state = self.components.state
         return state.is_local_main_process if self.project.save_on_each_node else state.is_main_process
 
@@ -340,18 +340,18 @@ class Saver:
         return target
 
     def run_and_agree(self, operation: str, step: Callable[[], Any]) -> list[Any]:
-        """Run a step, and return what it returned on each rank: small plain data. If it raises on one rank, raise on all."""
+        """Run a step on every rank and return the results of all, which are small plain data. If one rank raises, all raise."""
         from slipstream.distributed.scatter import agree_or_raise
 
         state = self.components.state
         try:
             outcome = step()
-        except Exception as error:  # every rank has to learn of it, and raises
+        except Exception as error:  # `agree_or_raise` raises it on every rank
             outcome = error
         return agree_or_raise(state.channel(), state.limits, outcome, operation=operation)
 
     def settle(self) -> None:
-        """Wait for an async save, and raise what went wrong with the last one."""
+        """Wait for an async save, and raise the failure of the last one."""
         self.background.wait()
         self.folders.check()
 
@@ -403,7 +403,7 @@ class Saver:
         return write
 
     def finish(self, destination: Destination, target: str, snapshot: Snapshot) -> None:
-        """Take in the files of other ranks after a commit, and remove what is no longer kept."""
+        """Collect the files of other ranks after a commit, and remove checkpoints that are no longer kept."""
         destination.collect(snapshot.facts.stamp)
         self.last = target
         if self.folder is not None:
@@ -414,13 +414,13 @@ class Saver:
         return self.arena.keep(snapshot) if options.async_save else snapshot
 
     def take_weights(self, folder: str) -> dict[int, dict[str, Any]]:
-        """Run the hooks, and return the weights by model number, without those that hooks save themselves into the folder."""
+        """Run the save hooks, and return the weights by model number, without those that hooks save into the folder themselves."""
         from slipstream.checkpoint.capture import model_state_dicts
 
         state_dicts = model_state_dicts(self.components)
-        left = list(state_dicts)
+        remaining = list(state_dicts)
         models = [model.prepared for model in self.components.stepper.models]
         for hook in self.save_hooks.values():
-            hook(models, left, folder)
-        kept = {id(state_dict) for state_dict in left}
+            hook(models, remaining, folder)
+        kept = {id(state_dict) for state_dict in remaining}
         return {number: state_dict for number, state_dict in enumerate(state_dicts) if id(state_dict) in kept}

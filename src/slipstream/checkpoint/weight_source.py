@@ -46,7 +46,7 @@ from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
 from slipstream.logging import get_logger
 
-__all__ = ["SHARDS_FILE", "WeightFile", "WeightSource", "find_weights", "is_safetensors", "is_torch_file", "read_torch_file"]
+__all__ = ["SHARDS_FILE", "WeightFile", "WeightSource", "find_weights", "is_safetensors", "is_torch_file", "read_index", "read_torch_file"]
 
 
 _ZIP: Final = b"PK\x03\x04"
@@ -259,7 +259,7 @@ def find_weights(path: Path) -> WeightSource:
             there = " If this names a model on a hub, download it first, and pass the folder: nothing is fetched from here."
         raise CheckpointError(f"There is nothing at {path}.{there}")
     if path.name.endswith(_INDEX):
-        return _indexed(path.parent, path.name)
+        return read_index(path.parent, path.name)
     if path.is_symlink() and _links_within(path.parent) is None:  # the user has named it, so it may lead anywhere
         path = Path(os.path.realpath(path))
     return _single(path.parent, path.name)
@@ -277,14 +277,14 @@ def _in_folder(folder: Path) -> WeightSource:
         return _in_checkpoint(folder)
     for name in _USUAL:
         if name in names:
-            return _indexed(folder, name) if name.endswith(_INDEX) else _single(folder, name)
+            return read_index(folder, name) if name.endswith(_INDEX) else _single(folder, name)
     if is_dcp_folder(folder):
         return WeightSource(folder, (SHARDS_FILE,), dcp=open_dcp(folder))
     if (folder / _FSDP_FOLDER).is_dir():  # as Accelerate saves what is sharded
         return _in_folder(folder / _FSDP_FOLDER)
     for found in ([name for name in names if name.endswith(_INDEX)], [name for name in names if name.endswith((_SAFE, *_TORCH))]):
         if len(found) == 1:
-            return _indexed(folder, found[0]) if found[0].endswith(_INDEX) else _single(folder, found[0])
+            return read_index(folder, found[0]) if found[0].endswith(_INDEX) else _single(folder, found[0])
     there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
     raise CheckpointError(
         f"{folder} holds no weights under a usual name ({', '.join(_USUAL[:4])}); it holds {there}. "
@@ -314,7 +314,8 @@ def _extra_beside(folder: Path, name: str) -> str | None:
     return next((name for name in names if (folder / name).is_file()), None)
 
 
-def _indexed(folder: Path, index: str) -> WeightSource:
+def read_index(folder: Path, index: str) -> WeightSource:
+    """Return the weights that an index lists; all files have to be beside it."""
     where = str(folder / index)
     links = _links_within(folder)
     with ConfinedFolder(folder, links_within=links) as held:

@@ -1,9 +1,9 @@
-"""Write a snapshot to its destination: the files of one checkpoint, and the manifest that makes them one.
+"""Write a snapshot to its destination: the files of a checkpoint, and the manifest that commits them.
 
-The writing process (the main one, or the first of each machine) writes what all ranks share and its own state; every other rank writes
-one small file. No rank waits for another: a rank's file is put beside the checkpoint, and whoever comes second, the rank or the commit,
-moves it inside. Of sharded state each rank writes its shards with block checksums, and the writing rank verifies that they are complete
-before it commits. A destination is a local folder (`LocalDestination`) or a URL (`RemoteTarget`), with the same methods.
+The writing process (the main process, or the first of each machine) writes the shared state and its own; every other rank writes one
+small file. No rank waits for another: a rank puts its file beside the checkpoint, and whichever is later, the rank or the commit, moves
+it inside. Each rank writes its shards of sharded state with block checksums, and the writing rank verifies that they are complete before
+it commits. A destination is a local folder (`LocalDestination`) or a URL (`RemoteTarget`), with the same methods.
 """
 
 from __future__ import annotations
@@ -57,33 +57,33 @@ __all__ = [
 
 _SMALL_FILE_THREADS: Final = 4
 _ABANDONED_SECONDS: Final = 3600.0
-"""After this time a rank's file that waits beside a checkpoint is given up."""
+"""After this time a rank's file that waits beside a checkpoint is removed."""
 
 Stage: TypeAlias = LocalStage | remote.RemoteStage
-"""Where a checkpoint is put together."""
+"""Where a checkpoint is written before the commit."""
 
 
 @dataclass
 class RankContribution:
-    """The files that one rank has written."""
+    """The files that one rank has written into a stage."""
 
     rank: int
     own: str
-    """The part that belongs to this rank alone."""
+    """The file with the state of this rank."""
     files: dict[str, FileEntry] = field(default_factory=dict)
     shards: dict[str, list[str]] = field(default_factory=dict)
-    """Files of shards, by the name of their model or part."""
+    """Shard files, by the name of their model or part."""
     elements: dict[str, int] = field(default_factory=dict)
-    """How many elements are in them."""
+    """The number of elements in them."""
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, for other ranks."""
+        """Return plain data, for other ranks."""
         return {**vars(self), "files": {name: [entry.size, entry.checksum] for name, entry in self.files.items()}}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RankContribution:
-        """Return what `to_dict` was made of.
+        """Return the contribution that `to_dict` was called on.
 
         >>> contribution = RankContribution(1, "rank_1.json", {"rank_1.json": FileEntry(3, "00")}, {"model": []})
         >>> RankContribution.from_dict(contribution.to_dict()) == contribution
@@ -94,7 +94,7 @@ class RankContribution:
 
 @dataclass
 class WrittenParts:
-    """What one process has written into a stage."""
+    """The parts that one process has written into a stage."""
 
     contribution: RankContribution
     models: tuple[ModelEntry, ...] = ()
@@ -106,14 +106,14 @@ class WrittenParts:
 def write_checkpoint(
     stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Path] = (), dedup: bool = False
 ) -> Manifest:
-    """Write and commit; `dedup` links files that did not change since one of the `reusable` checkpoints instead of writing them again."""
+    """Write and commit; with `dedup`, files that are unchanged since one of the `reusable` checkpoints are linked to it."""
     return commit_manifest(stage, snapshot, write_parts(stage, snapshot, max_shard_size=max_shard_size, reusable=reusable, dedup=dedup))
 
 
 def write_parts(
     stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Path] = (), dedup: bool = False
 ) -> WrittenParts:
-    """Write everything that is in a snapshot. Nothing is committed. With `dedup`, frozen weights get files of their own."""
+    """Write everything in a snapshot without committing it. With `dedup`, frozen weights get separate files."""
     with bar(snapshot.size, "saving", "B") as shown, _Writer(stage, reusable if dedup else (), shown.update) as writer:
         contribution = RankContribution(snapshot.rank, "", writer.files)
         for part in snapshot.shards:
@@ -133,7 +133,7 @@ def write_parts(
 
 
 def commit_manifest(stage: Stage, snapshot: Snapshot, written: WrittenParts, others: Sequence[RankContribution] = ()) -> Manifest:
-    """Commit what was written, by this process and by others."""
+    """Commit the parts that this process and others have written."""
     ranks = sorted([written.contribution, *others], key=lambda contribution: contribution.rank)
     files = {name: entry for contribution in ranks for name, entry in contribution.files.items()}
     adopt_hook_files(stage, files)
@@ -159,12 +159,12 @@ def commit_manifest(stage: Stage, snapshot: Snapshot, written: WrittenParts, oth
 
 
 def _merge_aliases(ranks: Sequence[RankContribution], base: str) -> dict[str, str]:
-    """Return the names of tied weights. A rank that holds no element of a tensor cannot know that it is tied, so all of them count."""
+    """Return the aliases of tied weights, of all ranks: a rank without elements of a tensor cannot see that it is tied."""
     return {name: kept for contribution in ranks for name, kept in contribution.aliases.get(base, {}).items()}
 
 
 def _check_complete(parts: Sequence[ShardedPart], ranks: Sequence[RankContribution], where: str) -> None:
-    """Raise if the shards that were written are not all of what is sharded."""
+    """Raise if the shards that were written do not cover the sharded tensors."""
     for part in parts:
         aliases = _merge_aliases(ranks, part.base)
         wanted = sum(math.prod(shape) for name, shape in part.shapes.items() if name not in aliases)
@@ -172,15 +172,15 @@ def _check_complete(parts: Sequence[ShardedPart], ranks: Sequence[RankContributi
         if sum(counts.values()) != wanted:
             stored = ", ".join(f"rank {rank}: {count:,}" for rank, count in counts.items())
             raise CheckpointError(
-                f"{where} was not saved: the sharded tensors of {part.base} have {wanted:,} elements, and the ranks have stored "
-                f"{sum(counts.values()):,} of them ({stored}). Every rank has to save the same objects, prepared in the same order."
+                f"{where} was not saved: the sharded tensors of {part.base} have {wanted:,} elements, and the ranks stored "
+                f"{sum(counts.values()):,} of them ({stored}). Every rank must save the same objects, prepared in the same order."
             )
 
 
 class _Writer:
-    """Adds files to a stage and keeps the list of them, which is complete when the writer is left.
+    """Adds files to a stage and lists them; the list is complete when the context ends.
 
-    Small files are added by several threads where the stage is a folder: most of their time is waiting for the disk to confirm them.
+    Several threads add small files to a local stage, because most of their time is spent waiting for fsync.
     """
 
     def __init__(self, stage: Stage, reusable: Sequence[Path], advance: Callable[[int], object]) -> None:
@@ -190,7 +190,7 @@ class _Writer:
         self._reusable: list[tuple[Path, dict[FileEntry, str]]] = []
         for folder in reusable:
             manifest = read_manifest_or_none(folder)
-            if manifest is not None:  # no checkpoint, or a broken one: then everything is written
+            if manifest is not None:  # else everything is written
                 self._reusable.append((folder, {entry: name for name, entry in manifest.files.items()}))
         self._pending: dict[str, Future[FileEntry]] = {}
         self._threads = ThreadPoolExecutor(_SMALL_FILE_THREADS, thread_name_prefix="slipstream: small files") if stage.common else None
@@ -200,7 +200,7 @@ class _Writer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._threads is not None:
-            self._threads.shutdown(cancel_futures=error is not None)  # waits: nobody writes into a stage that was given up
+            self._threads.shutdown(cancel_futures=error is not None)  # waits, so that nothing is written into an abandoned stage
         if error is None:
             self.files.update({name: added.result() for name, added in self._pending.items()})
 
@@ -213,7 +213,7 @@ class _Writer:
         self._add(name, [data], len(data))
 
     def tensors(self, name: str, encode: Callable[[], EncodedFile]) -> None:
-        """Write a file of weights; it is encoded twice if there are earlier files that it may be equal to."""
+        """Write a file of weights, or link an equal earlier one; for the comparison it is encoded once more."""
         if not (self._reusable and self._reuse(name, *encode())):
             self._add(name, *encode())
 
@@ -222,7 +222,7 @@ class _Writer:
         if self._threads is None or size >= SMALLEST:
             self.files[name] = self._stage.add(name, chunks, size)
         else:
-            self._pending[name] = self._threads.submit(self._stage.add, name, list(chunks), size)  # tensors are read in this thread
+            self._pending[name] = self._threads.submit(self._stage.add, name, list(chunks), size)  # reads the tensors in this thread
 
     def _reuse(self, name: str, chunks: Iterable[Any], size: int) -> bool:
         digest = Digest()
@@ -238,7 +238,7 @@ class _Writer:
 
 
 def adopt_hook_files(stage: Stage, files: dict[str, FileEntry]) -> None:
-    """Add the files that hooks of the script wrote."""
+    """Add the files that save hooks wrote."""
     for path in sorted(stage.folder.rglob("*")):
         name = path.relative_to(stage.folder).as_posix()
         if (path.is_symlink() or not path.is_dir()) and name not in files and not name.startswith("."):
@@ -249,7 +249,7 @@ def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, 
     names: list[str] = []
     index = None
     if model.tensors or not model.sharded:
-        base = f"{model.base}-rest" if model.sharded else model.base  # who looks for whole weights should not find the few not sharded
+        base = f"{model.base}-rest" if model.sharded else model.base  # not taken for the weights of the model, which are mostly in shards
         frozen = model.frozen if separate_frozen else frozenset()
         names, index = write_weights(writer.tensors, base, model.tensors, model.aliases, max_shard_size, frozen)
     extra = None if model.extra is None else writer.part(model.extra)
@@ -257,7 +257,7 @@ def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, 
 
 
 def _write_shards(writer: _Writer, part: ShardedPart, base: str, max_shard_size: int | None, *, separate_frozen: bool) -> list[str]:
-    """Write what this rank stores of a model or part, each file with a file of block checksums; return the names of the former."""
+    """Write the shards that this rank stores, with a file of block checksums for each shard file; return the names of these."""
     frozen = part.frozen if separate_frozen else frozenset()
     groups = [group for group in plan_shards(part.tensors, max_shard_size, frozen) if group]
     names = shard_names(base, len(groups)) if groups else []
@@ -280,7 +280,7 @@ def _write_shards(writer: _Writer, part: ShardedPart, base: str, max_shard_size:
 
 
 class LocalDestination(LocalTarget):
-    """A checkpoint in a folder, with the files of other ranks and the numbered checkpoints beside it."""
+    """A checkpoint folder, with the files of other ranks and the numbered checkpoints beside it."""
 
     def mark_rank(self, rank: int, stamp: str) -> None:
         """Leave an empty file until `add_rank_file` has returned: without it, and without the rank, the checkpoint is incomplete."""
@@ -322,8 +322,8 @@ class LocalDestination(LocalTarget):
             _collect_rank_files(self.path, stamp, self.disk)
         except OSError as error:
             get_logger(__name__).warning(
-                f"{self.path} is saved. Files of other ranks beside it could not be moved into it ({describe_os_error(error)}): they "
-                "count where they are, so take the hidden ones along if you move the folder."
+                f"{self.path} is saved. Files of other ranks beside it could not be moved into it ({describe_os_error(error)}). They are "
+                "read where they are; move the hidden files with the folder."
             )
 
     def mark_latest(self) -> None:
@@ -331,7 +331,7 @@ class LocalDestination(LocalTarget):
         write_latest(self.path.parent, self.path.name, self.disk)
 
     def rotate(self, policy: RetentionPolicy) -> None:
-        """Remove checkpoints beside it that are no longer kept."""
+        """Remove numbered checkpoints that are no longer kept, and leftovers of dead saves."""
         rotate(self.path.parent, policy, self.disk, newest=self.path)
 
     def rotate_if_complete(self, policy: RetentionPolicy, stamp: str) -> None:
@@ -344,7 +344,7 @@ class LocalDestination(LocalTarget):
                 return
 
     def reusable(self, last: str | None) -> list[Path]:
-        """Return checkpoints whose unchanged files can be used again, the likeliest first; `last` is the last one of this run."""
+        """Return checkpoints whose unchanged files can be linked, the most likely first; `last` is the last one of this run."""
         newest = [folder for _, folder in numbered_checkpoints(self.path.parent)][-1:]
         return list(dict.fromkeys([self.path, *([] if last is None else [Path(last).absolute()]), *newest]))
 
@@ -368,13 +368,13 @@ def checkpoint_numbers(folder: str) -> list[int]:
 
 
 def _collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
-    """Move the files of other ranks that lie beside a committed checkpoint into it; remove those that no checkpoint waits for."""
+    """Move files of other ranks from beside a committed checkpoint into it; remove those without a checkpoint."""
     waiting = pending_rank_files(target)
     homes = {target: stamp}
     if any(found.stamp != stamp or not path.name.startswith(rank_file_prefix(target)) for path, found in waiting):  # late or killed ranks
         homes |= {path: manifest.stamp for path, manifest in _candidate_targets(target) if path != target}
     for path, found in waiting:
-        with suppress(FileNotFoundError):  # another process does the same
+        with suppress(FileNotFoundError):  # another process moves it
             home = _find_home(path, found, homes)
             if home is not None:
                 _move_into(path, found, home, disk)
@@ -390,10 +390,10 @@ def _collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
 
 
 def _find_home(path: Path, found: RankFile, homes: Mapping[Path, str]) -> Path | None:
-    """Return the checkpoint that a waiting file belongs to: one of its save, under the number that its rank meant or the next after it.
+    """Return the checkpoint that a waiting file belongs to: one with its stamp, at the number that its rank expected or higher.
 
-    The main process may have saved alone before, so its number may be higher. A save that was made again without a step in between has
-    the same stamp: a file that came before its own checkpoint does not go into the one before that.
+    The main process may have saved alone before, so its number may be higher. Two saves without a step in between have the same stamp; a
+    file that is written before its own checkpoint must not go into the one before that.
     """
     least = checkpoint_number(path.name.split(".")[1]) or 0
     numbers = {home: checkpoint_number(home.name) for home, stamp in homes.items() if stamp == found.stamp}
@@ -403,7 +403,7 @@ def _find_home(path: Path, found: RankFile, homes: Mapping[Path, str]) -> Path |
 
 def _move_into(path: Path, found: RankFile, home: Path, disk: Disk) -> None:
     disk.rename(path, home / found.name)
-    for older in home.glob(f"rank_{found.rank}.{found.stamp}.*"):  # of an earlier save at the same place of the run
+    for older in home.glob(f"rank_{found.rank}.{found.stamp}.*"):  # of an earlier save with the same stamp
         if older.name != found.name:
             disk.remove(older)
     disk.sync_folder(home)
@@ -411,18 +411,18 @@ def _move_into(path: Path, found: RankFile, home: Path, disk: Disk) -> None:
 
 
 def _is_outdated(path: Path, waits_for: str, target: Path, stamp: str) -> bool:
-    """Whether no save will come with the stamp that a file waits for, now that one with `stamp` was committed."""
+    """Whether the save that a file waits for will not come, now that one with `stamp` is committed."""
     (waiting_step, waiting_run), (step, run) = split_stamp(waits_for), split_stamp(stamp)
-    return waiting_step < step if waiting_run == run else _is_abandoned(path, target)  # a later step: its rank is ahead
+    return waiting_step < step if waiting_run == run else _is_abandoned(path, target)  # with a later step, its rank is ahead
 
 
 def _is_abandoned(path: Path, target: Path) -> bool:
-    """Whether the run that a file comes from is over: another one has saved under its name, or nobody came for long."""
+    """Whether the run that wrote a file has ended: another run has saved under its name, or it has waited too long."""
     return path.name.startswith(rank_file_prefix(target)) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
 
 
 def _candidate_targets(target: Path) -> list[tuple[Path, Manifest]]:
-    """Return the checkpoints that a rank may have meant: that one, and if it is numbered, the other numbered ones, newest first."""
+    """Return the checkpoints that a rank's file may belong to: this one, and if it is numbered, the other numbered ones, newest first."""
     paths = [target]
     if checkpoint_number(target.name) is not None:
         paths += [path for _, path in reversed(numbered_checkpoints(target.parent)) if path != target]
