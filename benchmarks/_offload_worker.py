@@ -146,7 +146,7 @@ class Worker:
             begin = time.perf_counter()
             found = model(x)
             taken = time.perf_counter() - begin
-        return {"seconds": taken, "cached": share, "bytes": from_disk() - before, "output": checksum(found), "around": reads_around(model)}
+        return {"seconds": taken, "cached": share, "bytes": from_disk() - before, "output": checksum(found), "around": reads_directly(model)}
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 
@@ -297,8 +297,8 @@ def release(model: torch.nn.Module) -> None:
         store.release()
 
 
-def reads_around(model: torch.nn.Module) -> bool:
-    return any(store.reads_around for store in stores(model))
+def reads_directly(model: torch.nn.Module) -> bool:
+    return any(store.reads_directly for store in stores(model))
 
 
 def forget(path: str) -> None:

@@ -53,7 +53,7 @@ TORCH_FREE = ("config", "launch", "cli", "files", "observability/run_dir", "obse
 
 MAY_TOUCH_VARIABLES = {
     "config/sources.py": "the one reader: everybody else is handed a mapping",
-    "launch/worker.py": "the first lines of a forked worker: it takes on the variables that the plan composed for it",
+    "launch/worker_main.py": "the first lines of a forked worker: it takes on the variables that the plan composed for it",
     "launch/store.py": "the C library reads the options of its resolver from a variable",
     "distributed/current.py": "marks the rank as taken, for the children of this process, which inherit the variables",
     "testing/environment.py": "a rank of the test pool takes on its variables, and puts them back",

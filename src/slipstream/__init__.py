@@ -36,7 +36,7 @@ _NAMES = {
     "errors": """CheckpointError ConfigError DistributedOperationException LaunchError MismatchError MissingCheckpointError PeerLostError
         SlipstreamError StateError WaitTimeoutError""",
     "inference.pipeline": "prepare_pippy",
-    "launch.worker": "PrepareForLaunch",
+    "launch.worker_main": "PrepareForLaunch",
     "notebook": "debug_launcher notebook_launcher",
     "observability.guards.findings": "NonFiniteError",
     "observability.options": "ProfileKwargs",

@@ -40,7 +40,7 @@ from slipstream.errors import (
     WaitTimeoutError as WaitTimeoutError,
 )
 from slipstream.inference.pipeline import prepare_pippy as prepare_pippy
-from slipstream.launch.worker import PrepareForLaunch as PrepareForLaunch
+from slipstream.launch.worker_main import PrepareForLaunch as PrepareForLaunch
 from slipstream.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
 from slipstream.observability.guards.findings import NonFiniteError as NonFiniteError
 from slipstream.observability.options import ProfileKwargs as ProfileKwargs

@@ -157,7 +157,7 @@ ABSENT: Final = (
     Absence(
         "merging the weights of sharded checkpoints",
         "merge_fsdp_weights",
-        "`slipstream merge-weights FOLDER OUTPUT` makes one file of weights that lie in several.",
+        "`slipstream merge-weights FOLDER OUTPUT` merges weights in several files into one file.",
     ),
     Absence(
         "training with DeepSpeed",

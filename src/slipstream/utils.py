@@ -59,7 +59,7 @@ _NAMES = {
     "errors": "DistributedOperationException",
     "files.sizes": "convert_file_size_to_int",
     "inference.pipeline": "prepare_pippy",
-    "launch.worker": "PrepareForLaunch",
+    "launch.worker_main": "PrepareForLaunch",
     "observability.guards.findings": "NonFiniteError",
     "observability.memory": "MemorySnapshot memory_snapshot",
     "observability.options": "GuardKwargs LedgerKwargs PROFILE_PATTERN_NAME ProfileKwargs",

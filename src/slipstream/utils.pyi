@@ -209,7 +209,7 @@ from slipstream.distributed.pytree import (
 from slipstream.errors import DistributedOperationException as DistributedOperationException
 from slipstream.files.sizes import convert_file_size_to_int as convert_file_size_to_int
 from slipstream.inference.pipeline import prepare_pippy as prepare_pippy
-from slipstream.launch.worker import PrepareForLaunch as PrepareForLaunch
+from slipstream.launch.worker_main import PrepareForLaunch as PrepareForLaunch
 from slipstream.observability.guards.findings import NonFiniteError as NonFiniteError
 from slipstream.observability.memory import MemorySnapshot as MemorySnapshot, memory_snapshot as memory_snapshot
 from slipstream.observability.options import (

@@ -31,25 +31,25 @@ def test_budget_order_and_bytes() -> None:
 
 @pytest.mark.parametrize("key", ["gpu0", -1, 1.5, True, None, "cpu:1", "disk:0", "meta", ""])
 def test_what_is_no_device_is_named(key: Any) -> None:
-    """What is no device is named."""
-    with pytest.raises(ConfigError, match="max_memory has .*no device") as caught:
+    """What is not a device is named."""
+    with pytest.raises(ConfigError, match="max_memory has .*not a device") as caught:
         get_max_memory({key: 100})
     assert repr(key) in str(caught.value)
 
 
 @pytest.mark.parametrize("size", ["12 boxes", -1, None, float("nan"), float("inf"), True, "5Gb", "", "-3GB"])
 def test_size_errors_name_device(size: Any) -> None:
-    """What is no size is named with its device."""
+    """What is not a size is named with its device."""
     with pytest.raises(ConfigError, match=r"max_memory\[1\]=") as caught:
         get_max_memory({0: 100, 1: size})
     assert repr(size) in str(caught.value)
 
 
 def test_duplicate_device_refused() -> None:
-    """A device named twice and what is no dict are refused."""
+    """A device named twice and what is not a dict are refused."""
     with pytest.raises(ConfigError, match="names device 0 twice"):
         get_max_memory({0: 1, f"{NUMBERED.type}:0": 2})
-    with pytest.raises(ConfigError, match="is no dict"):
+    with pytest.raises(ConfigError, match="is not a dict"):
         get_max_memory("10GiB")  # type: ignore[arg-type]
 
 

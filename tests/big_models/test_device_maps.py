@@ -465,9 +465,9 @@ def test_wrong_maps_refused() -> None:
         check_device_map(Big(), {"embed": 0, "blocks": 0})
     with pytest.raises(ConfigError, match=r"names block, which the model does not have. Did you mean blocks\?"):
         check_device_map(Big(), {"": 0, "block": 1})
-    with pytest.raises(ConfigError, match=r"device_map\['head'\] has 'gpu7', which is no device"):
+    with pytest.raises(ConfigError, match=r"device_map\['head'\] has 'gpu7', which is not a device"):
         check_device_map(Big(), {"": 0, "head": "gpu7"})
-    with pytest.raises(ConfigError, match="is no dict"):
+    with pytest.raises(ConfigError, match="is not a dict"):
         check_device_map(Big(), "auto")  # type: ignore[arg-type]
 
 

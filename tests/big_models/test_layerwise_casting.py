@@ -78,9 +78,9 @@ def test_casting_goes_together_with_offloading(caplog: pytest.LogCaptureFixture)
 
 def test_wrong_dtypes_and_patterns() -> None:
     """Types and patterns that cannot be used are refused."""
-    with pytest.raises(ConfigError, match="storage_dtype=torch.int8 is no type of fractions"):
+    with pytest.raises(ConfigError, match="storage_dtype=torch.int8 is not a floating point type"):
         attach_layerwise_casting_hooks(nn.Linear(2, 2), torch.int8, torch.float32)
     with pytest.raises(ConfigError, match="compute_dtype='float32'"):
         LayerwiseCastingHook(torch.bfloat16, "float32", False)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         attach_layerwise_casting_hooks(nn.Linear(2, 2), torch.bfloat16, torch.float32, skip_modules_pattern="(")

@@ -143,10 +143,10 @@ def test_links_and_pipes_refused(tmp_path: Path) -> None:
     ("info", "message"),
     [
         ({"dtype": "float32", "shape": [2]}, "has 4 bytes, but a tensor of float32 with shape .2."),
-        ({"dtype": "object", "shape": [1]}, "which is no tensor"),
-        ({"dtype": "float32", "shape": [-1]}, "which is no tensor"),
-        ({"dtype": "float32", "shape": "1"}, "which is no tensor"),
-        ({"shape": [1]}, "which is no tensor"),
+        ({"dtype": "object", "shape": [1]}, "which is not a tensor"),
+        ({"dtype": "float32", "shape": [-1]}, "which is not a tensor"),
+        ({"dtype": "float32", "shape": "1"}, "which is not a tensor"),
+        ({"shape": [1]}, "which is not a tensor"),
     ],
 )
 def test_index_mismatch_refused(tmp_path: Path, info: dict[str, Any], message: str) -> None:
@@ -162,7 +162,7 @@ def test_unwritable_folder_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Weights cannot be offloaded to .*file.*: .*exists"):
         offload_weight(torch.ones(1), "weight", tmp_path / "file")
     (tmp_path / "index.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="is no index of offloaded weights"):
+    with pytest.raises(CheckpointError, match="is not an index of offloaded weights"):
         save_offload_index({"a": {"dtype": "float32", "shape": []}}, tmp_path)
     with pytest.raises(CheckpointError, match="weight.* meta device"):
         offload_weight(torch.ones(1, device="meta"), "weight", tmp_path)

@@ -172,7 +172,7 @@ def test_unfit_layers_named(caplog):
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 30), nn.Linear(30, 30), nn.Linear(30, 2))
     load_and_quantize_model(model, TorchaoQuantizationConfig(4, group_size=32))
     assert [type(layer.weight) is nn.Parameter for layer in model] == [False, True, True, True]
-    assert "2 of 3 linear layers stay as they are, such as 1: its 30 rows are no multiple of 16" in caplog.text
+    assert "2 of 3 linear layers stay as they are, such as 1: its 30 rows are not a multiple of 16" in caplog.text
 
 
 def test_hooks_of_users_stay():
@@ -251,7 +251,7 @@ CONFIGS = {
     "kind": (lambda: BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="int4"), "Write 'fp4' or 'nf4'"),
     "compute": (lambda: BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp8"), "bnb_4bit_compute_dtype='fp8'"),
     "dtype": (lambda: TorchaoQuantizationConfig(torch_dtype=torch.int8), "torch_dtype=torch.int8"),
-    "names": (lambda: TorchaoQuantizationConfig(skip_modules="head"), "skip_modules='head' is no list"),
+    "names": (lambda: TorchaoQuantizationConfig(skip_modules="head"), "skip_modules='head' is not a list"),
     "bits": (lambda: TorchaoQuantizationConfig(weight_bits=5), "weight_bits=5"),
     "group": (lambda: TorchaoQuantizationConfig(weight_bits=4, group_size=48), "group_size=48"),
     "no group": (lambda: TorchaoQuantizationConfig(weight_bits=8, group_size=0), "group_size=0"),

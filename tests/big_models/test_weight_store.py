@@ -132,7 +132,7 @@ def test_direct_reads(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
     """What no cache can hold is read past it into few buffers."""
     weights = loader_of(tmp_path, stored, limit=4 * SIDE * SIDE * 4)
     bundles = [weights.bundle([name], "cpu") for name in stored]
-    assert weights.store.reads_around
+    assert weights.store.reads_directly
     places = set()
     for _ in range(4):
         for name, bundle in zip(stored, bundles, strict=True):
@@ -270,9 +270,9 @@ def test_index_confined_to_folder(tmp_path: Path, stored: dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"safetensors_file": 7}, "no path"),
+        ({"safetensors_file": 7}, "not a path"),
         ({"safetensors_file": "model.safetensors", "weight_name": "nothing"}, "no tensor 'nothing'"),
-        ({"safetensors_file": "model.safetensors", "dtype": "float99"}, "none of torch's"),
+        ({"safetensors_file": "model.safetensors", "dtype": "float99"}, "not a torch dtype"),
         ({"dtype": "float32", "shape": [-1]}, "a dtype such as .* and a shape"),
         ({"dtype": "float32", "shape": [1000000]}, "has 4 bytes"),
     ],

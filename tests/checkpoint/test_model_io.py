@@ -473,7 +473,7 @@ def test_wrapped_model_and_wrapped_file(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"device_map": "auto"}, "device_map='auto' is no dict"),
+        ({"device_map": "auto"}, "device_map='auto' is not a dict"),
         ({"device_map": {"": "disk"}}, "give offload_folder"),
         ({"offload_8bit_bnb": True}, "offload_8bit_bnb"),
         ({"full_state_dict": False}, "full_state_dict"),
@@ -845,7 +845,7 @@ def test_wrong_arguments_of_save_and_load(tmp_path):
         load(tmp_path / "x", map_location=lambda storage, place: storage)
     with pytest.raises(CheckpointError, match="There is no file"):
         load(tmp_path / "absent")
-    for content, said in ((b"\x00\x01junk", "neither safetensors"), (b"", "is empty"), (b"{", "no JSON")):
+    for content, said in ((b"\x00\x01junk", "neither safetensors"), (b"", "is empty"), (b"{", "not JSON")):
         (tmp_path / "junk").write_bytes(content)
         with pytest.raises(CheckpointError, match=f"junk {said}|junk is {said}"):
             load(tmp_path / "junk")

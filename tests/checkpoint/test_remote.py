@@ -113,7 +113,7 @@ def test_file_urls_paths_of_this_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nonsense://bucket/run", "'nonsense' is no scheme that fsspec knows"),
+        ("nonsense://bucket/run", "'nonsense' is not a scheme that fsspec supports"),
         ("zip://inner::file:///tmp/a.zip", "not an archive's"),
         ("memory://", "names no folder"),
         ("oci://bucket/run", "needs a package that is not installed"),

@@ -607,7 +607,7 @@ def test_state_cannot_stored_named(tmp_path: Path) -> None:
         ({"output_dir": "x", "metric": torch.ones(2)}, "it is one number"),
         ({"output_dir": "x", "async_save": "yes"}, "write True or False"),
         ({"output_dir": "x", "dedup": 1}, "write True or False"),
-        ({"output_dir": "x", "max_shard_size": "ten"}, "is no size"),
+        ({"output_dir": "x", "max_shard_size": "ten"}, "is not a size"),
         ({"output_dir": "x", "asynchronous": True}, "got asynchronous, which it does not know"),
     ],
     ids=str,

@@ -243,7 +243,7 @@ def test_error_on_one_rank(ranks: Any, tmp_path: Path) -> None:
     main, other = ranks(2).outcomes(added)
     assert main.summary == "returned"
     assert "the state of rank 1 could not be saved" in other.summary
-    assert "The quota of this user is used up" in other.summary
+    assert "The quota of this user is exhausted" in other.summary
 
     def damaged() -> None:
         run = started()

@@ -20,8 +20,8 @@ import specimens
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from slipstream.cli.checkpoint_diff import TensorDifference, compare_tensors
 from slipstream.cli.main import main
-from slipstream.cli.text_format import escape_control
 from slipstream.files.checksum import digest
+from slipstream.observability.report.text_charts import escape_control
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -469,7 +469,7 @@ def test_same_folder_twice_said(tmp_path: Path, run: Run) -> None:
     for name in ("ls", "verify"):
         code, out, err = run(name, tmp_path / "first", tmp_path / "link")
         assert code == 0
-        assert "link was given twice, and is looked at once" in err
+        assert "link was given twice, and is read once" in err
         assert out.count("step") == 1
     code, _, err = run("diff", tmp_path / "first", f"{tmp_path}/./first/")
     assert code == 2

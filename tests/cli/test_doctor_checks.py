@@ -59,7 +59,7 @@ BAD: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("ports", "note", {**TWO, "main_process_port": 40000, "port_range": (32768, 60999)}, "40000", "below 32768"),
     ("main process", "error", {**TWO, "main_addresses": (), "main_problem": "Name or service not known"}, "does not resolve", "address"),
     ("main process", "error", {**TWO, "main_process_ip": "node0", "main_addresses": ("127.0.0.1",)}, "for itself", "machine 0"),
-    ("main process", "warning", {**TWO, "main_addresses": ("10.9.9.9",)}, "no address of this machine", "--machine_rank"),
+    ("main process", "warning", {**TWO, "main_addresses": ("10.9.9.9",)}, "not an address of this machine", "--machine_rank"),
 ]  # fmt: skip
 
 GOOD: list[tuple[str, dict[str, Any], str]] = [

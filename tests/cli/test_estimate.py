@@ -126,7 +126,7 @@ def test_entry_points(tmp_path, capsys, monkeypatch):
 
 
 def test_entry_point_prints_to_stderr(tmp_path, capsys):
-    """What an entry point prints is no part of the answer."""
+    """What an entry point prints is not part of the answer."""
     (tmp_path / "loud.py").write_text("import torch\n\ndef build():\n    print('made')\n    return torch.nn.Linear(8, 4)\n")
     _, out, err = asked(capsys, f"{tmp_path / 'loud.py'}:build", "--json")
     assert json.loads(out)["parameters"] == 36
@@ -178,7 +178,7 @@ MISTAKES = {
     "sizes": (["{tmp}/odd.json"], "cannot build a model of the type 'llama'", "num_attention_heads is 0"),
     "no module": (["no_such_package.models:build"], "No module named 'no_such_package'", "package.module:function"),
     "broken": (["{tmp}/broken.py:build"], "cannot be imported: SyntaxError", ""),
-    "not weights": (["{tmp}/short.safetensors"], "short.safetensors is no safetensors file that can be trusted", ""),
+    "not weights": (["{tmp}/short.safetensors"], "short.safetensors is not a safetensors file that can be trusted", ""),
     "timm": (["{folder}", "--library_name", "timm"], "--library-name timm", "timm.create_model"),
 }
 

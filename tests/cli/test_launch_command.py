@@ -34,7 +34,7 @@ REFUSED = {
     "missing module": ("launch -m no_such_module", "no module no_such_module"),
     "missing program": ("launch --no_python no-such-program", "no-such-program"),
     "module and program": ("launch -m --no_python train", "--no_python"),
-    "file that is no mapping": ("launch --config_file list.yaml train.py", "list.yaml"),
+    "file that is not a mapping": ("launch --config_file list.yaml train.py", "list.yaml"),
     "file of a newer version": ("launch --config_file newer.yaml train.py", "999"),
     "unknown key": ("launch --config_file unknown.yaml train.py", "num_processes"),
     "missing file": ("launch --config_file missing.yaml train.py", "missing.yaml does not exist"),

@@ -65,7 +65,7 @@ def test_bad_input_is_two_lines_and_exit_code_2(run: RunFolder, tmp_path: Path, 
         port = str(taken.getsockname()[1])
         assert f"Port {port} on 127.0.0.1 is in use" in refused(str(tmp_path), "--port", port)
     assert "70000" in refused(str(tmp_path), "--port", "70000")
-    assert "no address of this machine" in refused(str(tmp_path), "--port", "0", "--host", "192.0.2.1")
+    assert "not an address of this machine" in refused(str(tmp_path), "--port", "0", "--host", "192.0.2.1")
     assert "--port and --open would do nothing" in refused(str(tmp_path), "--terminal", "--port", "1", "--open")
     assert "PATH" in refused()
 

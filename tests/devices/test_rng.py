@@ -174,5 +174,5 @@ def test_bad_numpy_state_refused(change: dict[str, Any]) -> None:
     """A state of numpy that would read beyond its words is refused."""
     state = capture(["numpy"])
     state["numpy"]["state"].update(change)
-    with pytest.raises(ConfigError, match="no random state of numpy"):
+    with pytest.raises(ConfigError, match="not a random state of numpy"):
         restore(state)

@@ -30,7 +30,7 @@ BAD = {
     "x" * 201: "201 bytes",
     "ü" * 101: "202 bytes",
     "a/b/c/d/e/f/g/h/i": "9 parts",
-    "\ud800": "no valid Unicode",
+    "\ud800": "not valid Unicode",
 }
 
 
@@ -53,7 +53,7 @@ def test_refusal_says_where(name: str, why: str) -> None:
 @pytest.mark.parametrize("name", [None, 3, b"model", ["model"], True])
 def test_what_no_text_no_name(name: object) -> None:
     """What is no text is no name."""
-    with pytest.raises(CheckpointError, match="is no text but"):
+    with pytest.raises(CheckpointError, match="is not text but"):
         check_name(name, "index")
 
 

@@ -116,7 +116,7 @@ def test_missing_file_can_told_from_damaged(place: Path, opened: Opened) -> None
         opened(place).open("sub/nothing")
     assert isinstance(caught.value, CheckpointError)
     assert str(caught.value) == f"{place}/sub/nothing is missing."
-    with pytest.raises(NotADirectoryError, match="no folder"):
+    with pytest.raises(NotADirectoryError, match="not a folder"):
         opened(place).open("file/below")
 
 

@@ -53,8 +53,8 @@ BAD = {
     "shorter than a length": (b"1234567", "a header alone takes 8"),
     "a header longer than the file": ((1000).to_bytes(8, "little") + b"{}", "1,000 bytes, in a file of 10"),
     "a header of 2**64 - 1 bytes": (b"\xff" * 8 + b"{}", "18,446,744,073,709,551,615 bytes"),
-    "no JSON": (a_file(b"hello"), "The header of model.safetensors is no JSON"),
-    "a list": (a_file([]), "no mapping"),
+    "no JSON": (a_file(b"hello"), "The header of model.safetensors is not JSON"),
+    "a list": (a_file([]), "not a mapping"),
     "two tensors of one name": (a_file(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'), "stands twice"),
     "an unknown type": (a_file({"a": tensor("F99")}, 8), "type 'F99'"),
     "a type that is no text": (a_file({"a": tensor(["F32"])}, 8), "not known here"),  # type: ignore[arg-type]
@@ -77,8 +77,8 @@ BAD = {
     "a hole at the start": (a_file({"a": tensor(offsets=[8, 16])}, 16), "leaves a hole"),
     "bytes that belong to nobody": (a_file({"a": tensor()}, 9), "end after 8 bytes of data, and the file has 9"),
     "tensors beyond the file": (a_file({"a": tensor()}, 7), "end after 8 bytes of data, and the file has 7"),
-    "metadata that is no text": (a_file({"__metadata__": {"step": 3}}), "no mapping of texts"),
-    "metadata that is a list": (a_file({"__metadata__": ["pt"]}), "no mapping of texts"),
+    "metadata that is no text": (a_file({"__metadata__": {"step": 3}}), "not a mapping of texts"),
+    "metadata that is a list": (a_file({"__metadata__": ["pt"]}), "not a mapping of texts"),
     "deep nesting": (a_file(b'{"a":' * 50 + b"1" + b"}" * 50), "nested deeper"),
 }
 

@@ -14,7 +14,7 @@ from slipstream.files.strict_json import dump, explain_too_large, parse
 BAD = {
     b"": "Expecting value",
     b"{": "Expecting",
-    b"[1,]": "is no JSON",
+    b"[1,]": "is not JSON",
     b"{} {}": "Extra data",
     b"'a'": "Expecting value",
     b'{"a": 1, "b": {"c": 1, "c": 2}}': "the key 'c' stands twice",
@@ -31,7 +31,7 @@ BAD = {
     rb'{"\udfff": 1}': "half of a surrogate pair",
     rb'[[["\uDC00x"]]]': "half of a surrogate pair",
     b"[" * 101 + b"]" * 101: "nested deeper than 100 levels",
-    b"[" * 200_000: "is no JSON that can be trusted",
+    b"[" * 200_000: "is not JSON that can be trusted",
     b'{"a":' * 5000 + b"1" + b"}" * 5000: "nested deeper than 100 levels",
     b'"a\nb"': "control character",
 }
@@ -42,7 +42,7 @@ def test_ambiguous_json_refused(text: bytes, why: str) -> None:
     """What could be read in two ways is refused."""
     with pytest.raises(CheckpointError) as caught:
         parse(text, "run/MANIFEST.json")
-    assert str(caught.value).startswith("run/MANIFEST.json is no JSON")
+    assert str(caught.value).startswith("run/MANIFEST.json is not JSON")
     assert why in str(caught.value)
     assert len(str(caught.value)) < 300
 

@@ -57,7 +57,7 @@ REFUSED = {
         {},
         r"for a part of the example than for all of it \(apart by.*rows of the batch: x ",
     ),
-    "no such module": (Tower, {"split_points": ["tower.head"]}, "'tower.head', which is no module of this Tower. Did you mean 'head'"),
+    "no such module": (Tower, {"split_points": ["tower.head"]}, "'tower.head', which is not a module of this Tower. Did you mean 'head'"),
     "no such layer": (Tower, {"split_points": ["layers.99"]}, r"There are: layers.0, layers.1, layers.2, ..., layers.5\."),
     "a list, never called": (Tower, {"split_points": ["layers"]}, "'layers' is never called when Tower runs"),
     "too few points": (Tower, {"split_points": []}, "0 split points make 1 stage, but there are 2 processes"),
@@ -69,8 +69,8 @@ REFUSED = {
     "an example of no rows": (Tower, {"example_args": (GIVEN[:0],)}, "a batch of no rows"),
     "an object": (Tower, {"example_args": (GIVEN, object())}, "called with a object"),
     "a loss": (lambda: Giving(torch.mean), {}, r"tensor of shape \(\) for 2 rows.*compute means and losses from them"),
-    "a foreign object": (lambda: Giving(lambda x: (x, {1, 2})), {}, "gives a set.*use_cache=False"),
-    "no tensor": (lambda: Giving(lambda x: 3), {}, "gives no tensor"),
+    "a foreign object": (lambda: Giving(lambda x: (x, {1, 2})), {}, "returns a set.*use_cache=False"),
+    "no tensor": (lambda: Giving(lambda x: 3), {}, "returns no tensor"),
     "an argument that the model does not take": (Tower, {"example_kwargs": {"wrong": 1}}, "unexpected keyword argument 'wrong'"),
 }
 

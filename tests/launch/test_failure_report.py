@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, strategies as st
@@ -104,7 +105,7 @@ def test_first_failure_reported_last_once(some):
 @given(st.lists(failures, min_size=1, max_size=5))
 def test_failures_json_roundtrip(some):
     """Failures travel as JSON."""
-    assert [WorkerFailure.from_json(json.loads(json.dumps(entry.to_json()))) for entry in some] == some
+    assert [WorkerFailure.from_json(json.loads(json.dumps(asdict(entry)))) for entry in some] == some
 
 
 def test_report_of_exception():

@@ -89,7 +89,7 @@ def settings(text: str) -> RendezvousTimeouts:
 def test_rendezvous_settings_checked():
     """Settings of the rendezvous are checked."""
     assert settings("timeout=3,join_timeout=4") == RendezvousTimeouts(timeout=3, join_timeout=4)
-    with pytest.raises(ConfigError, match="does not know"):
+    with pytest.raises(ConfigError, match="does not support"):
         settings("time_out=3")
     with pytest.raises(ConfigError, match="not a number of seconds"):
         settings("timeout=soon")

@@ -14,8 +14,8 @@ import pytest
 FORKED = """
 import os, signal, sys
 from slipstream.launch.plan import Target
-from slipstream.launch.worker import ForkedWorker
-from slipstream.launch.workers import WorkerProcesses
+from slipstream.launch.worker_main import ForkedWorker
+from slipstream.launch.worker_processes import WorkerProcesses
 kind, name, *arguments = sys.argv[1:]
 workers = WorkerProcesses()
 worker = ForkedWorker(target=Target(kind, name, tuple(arguments)), environment=dict(os.environ), stdout=None, stderr=None,
@@ -27,7 +27,7 @@ while workers.running:
 code = ends[0].exit_code
 sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 """
-WAYS = {"forked": [sys.executable, "-c", FORKED], "fresh": [sys.executable, "-m", "slipstream.launch.worker"]}
+WAYS = {"forked": [sys.executable, "-c", FORKED], "fresh": [sys.executable, "-m", "slipstream.launch.worker_main"]}
 NASTY = ["--", "", "-c", "a b", "line\nbreak", "\udcff\udc80", "$HOME", "ä"]
 
 

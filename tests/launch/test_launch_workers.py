@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.launch.workers import StopRequested, WorkerProcesses, capture_signals, oom_kill_counts, open_descriptors
+from slipstream.launch.worker_processes import StopRequested, WorkerProcesses, capture_signals, oom_kill_counts, open_descriptors
 
 PATIENT = 30.0
 
@@ -94,7 +94,7 @@ def test_buffered_output_printed_once(capfd):
     """What was printed before a fork is printed once."""
     program = """
 import sys
-from slipstream.launch.workers import WorkerProcesses
+from slipstream.launch.worker_processes import WorkerProcesses
 print("before", end="")
 workers = WorkerProcesses()
 workers.fork(0, lambda: None)
@@ -106,7 +106,7 @@ workers.wait(30)
 def test_stop_waits_for_exit(workers):
     """Stop waits for those who end by themselves."""
     sleeper(workers, 0, after="time.sleep(0.2); os._exit(3)")
-    assert [end.exit_code for end in workers.stop(grace=PATIENT)] == [3]
+    assert [end.exit_code for end in workers.stop(wait_before_signal=PATIENT)] == [3]
 
 
 def test_stop_ignored_or_stopped_child(workers):
@@ -114,7 +114,7 @@ def test_stop_ignored_or_stopped_child(workers):
     sleeper(workers, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     sleeper(workers, 1)
     os.kill(workers.pids[1], signal.SIGSTOP)
-    codes = {end.local_rank: end.exit_code for end in workers.stop(patience=0.3)}
+    codes = {end.local_rank: end.exit_code for end in workers.stop(wait_before_kill=0.3)}
     assert codes[0] == -signal.SIGKILL
     assert codes[1] in (-signal.SIGKILL, -signal.SIGTERM)
     assert not workers.running
@@ -131,7 +131,7 @@ def test_stop_reaches_grandchildren(workers, tmp_path):
 def test_hurry_kills_at_once(workers):
     """When hurry returns True, the wait for the children ends."""
     sleeper(workers, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    assert [end.exit_code for end in workers.stop(grace=0, patience=PATIENT * 10, hurry=lambda: True)] == [-signal.SIGKILL]
+    assert [end.exit_code for end in workers.stop(wait_before_kill=PATIENT * 10, kill_now=lambda: True)] == [-signal.SIGKILL]
 
 
 def test_children_die_with_parent(tmp_path):
@@ -139,7 +139,7 @@ def test_children_die_with_parent(tmp_path):
     note = tmp_path / "pids"
     program = f"""
 import os, sys, time
-from slipstream.launch.workers import WorkerProcesses, die_with_parent
+from slipstream.launch.worker_processes import WorkerProcesses, die_with_parent
 workers, parent = WorkerProcesses(), os.getpid()
 workers.execute(0, ["sleep", "60"], os.environ)
 def body():
@@ -161,7 +161,7 @@ def test_orphans_found_and_ended():
     """Orphans of children are found and ended."""
     program = """
 import os, subprocess, sys
-from slipstream.launch.workers import WorkerProcesses, become_subreaper, terminate_descendants
+from slipstream.launch.worker_processes import WorkerProcesses, become_subreaper, terminate_descendants
 become_subreaper()
 workers = WorkerProcesses()
 orphan = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
@@ -178,7 +178,7 @@ print(terminate_descendants())
 
 def test_no_descendants_no_work():
     """No descendants is no work."""
-    program = "import sys; from slipstream.launch.workers import terminate_descendants as end; print(end(), 'psutil' in sys.modules)"
+    program = "import sys; from slipstream.launch import worker_processes as w; print(w.terminate_descendants(), 'psutil' in sys.modules)"
     assert subprocess.run(python(program), capture_output=True, timeout=PATIENT, check=True).stdout == b"[] False\n"
 
 
@@ -189,7 +189,7 @@ def test_signal_recorded_and_wakes():
         os.kill(os.getpid(), signal.SIGINT)
         WorkerProcesses().wait(PATIENT, requests.wake)
         assert requests.received == [signal.SIGTERM, signal.SIGINT]
-        assert requests.hurry()
+        assert requests.kill_requested()
         with pytest.raises(StopRequested) as stopped:
             requests.check()
         assert stopped.value.signum is signal.SIGTERM

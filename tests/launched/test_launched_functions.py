@@ -52,7 +52,7 @@ def test_failure_with_user_frames():
     assert failed.value.exit_code == 1
     assert str(failed.value).count("Traceback") == 1
     assert "in work" in str(failed.value)
-    assert "launch/worker.py" not in str(failed.value)
+    assert "launch/worker_main.py" not in str(failed.value)
 
 
 def test_several_machines_refused():

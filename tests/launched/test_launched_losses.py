@@ -142,7 +142,7 @@ def test_exit_zero_with_items_fails(command, script, tmp_path):
     train = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); number > 20 and os._exit(0)"))
     finished = command("--cpu", "--num_processes", "2", train, "map", "", "").finish()
     assert finished.code == 1
-    assert "ended with exit code 0 in the middle of items that were handed out to it" in finished.err
+    assert "ended with exit code 0 while it was processing items of the work queue" in finished.err
     assert results(tmp_path) == {}
 
 

@@ -97,7 +97,7 @@ def run(name: str, folder: Path) -> list[str]:
     trackers.log({"loss": 1.25, "weights": torch.zeros(3)}, step=torch.tensor(7))
     rows = numpy.arange(20, dtype=numpy.uint8).reshape(4, 5, 1)
     trackers.log_images({"sample": [numpy.repeat(rows, 3, axis=2)], "grey": torch.rand(1, 4, 5)}, step=7)
-    trackers.log_table("answers", ["question", "score"], [["x", 1], ["y", 2]], step=7)
+    trackers.log_table("answers", columns=["question", "score"], data=[["x", 1], ["y", 2]], step=7)
     trackers.finish()
     logging.getLogger("slipstream").removeHandler(handler)
     return said

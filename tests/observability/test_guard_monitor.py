@@ -163,11 +163,11 @@ def test_warnings_per_kind(caplog: pytest.LogCaptureFixture) -> None:
     assert [(entry["guard"], entry["step"]) for entry in told] == [("spike", 0), ("spike", 100), ("spike", 1100), ("drift", 7)]
     assert told[3] == {"kind": "guard", "guard": "drift", "step": 7, "rank": None, "text": "apart", "remedy": "look", "ranks": [1]}
     lines = caplog.messages
-    assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since it was said last.)"
-    assert lines[2].endswith("(Not said again in this run.)")
+    assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since the last report.)"
+    assert lines[2].endswith("(Not reported again in this run.)")
     for step in (8, 110):
         reporter.report(GuardFinding("drift", step, None, "apart", "look"))
-    assert caplog.messages[-1].endswith("(Found once more since it was said last.)")
+    assert caplog.messages[-1].endswith("(Found once more since the last report.)")
 
 
 def test_events_per_kind() -> None:

@@ -126,7 +126,7 @@ def test_drift(ranks: Any, tmp_path: Path, at: int, where: str, step: int, told:
     text = f"the replicas have different weights {told}: 2.weight of rank 1 is not that of rank 0 (1 of 4 parameters differ)"
     assert main.value == [("drift", step, 1, text)]
     assert text in main.output
-    assert "and go on from a checkpoint that every rank loads" in main.output
+    assert "and resume from a checkpoint that every rank loads" in main.output
     assert other.output == ""
 
 

@@ -36,7 +36,7 @@ def linear(optimizer: Any) -> Any:
 def test_rate_ended_early() -> None:
     """A rate that ended early is told with the reason."""
     found = scheduled(linear, per_update=4, updates=400)
-    assert "came to 0 between update 98 and 105, and training goes on (the scheduler has moved 504 times in 126 updates)" in found[0].text
+    assert "reached 0 between update 98 and 105, and training continues (the scheduler has moved 504 times in 126 updates)" in found[0].text
     assert "it moves 4 times per update, once for each process" in found[0].remedy
     [finding, *_] = scheduled(lambda entry: torch.optim.lr_scheduler.CosineAnnealingLR(entry, 100, eta_min=0.01), 1, 200)
     assert "rises again, to 0.0242 by now: its schedule of 100 steps was over between update 98 and 105" in finding.text
@@ -116,7 +116,7 @@ def test_length_before_accumulation(batches: int, steps: int) -> None:
     assert begin.startswith(f"OneCycleLR has {batches} steps, as many as 1 pass over the {batches} batches of the loader; but a pass")
 
 
-UNFINISHED = "training has ended and {} has made {} of its {} steps, in {} updates, so the learning rate is still on its way"
+UNFINISHED = "training has ended and {} has made {} of its {} steps, in {} updates, so the learning rate has not reached its end"
 
 
 def by_lambda(optimizer: Any, num_training_steps: int) -> Any:

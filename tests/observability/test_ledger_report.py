@@ -99,7 +99,7 @@ def test_report_table() -> None:
     report = LedgerReport(phases=phases, seconds=8.0, steps=10, samples=800, slowest=[1, 9], world_size=2)
     text = report.table()
     assert "100 samples/s (50 samples/s each)" in text
-    assert "communication 12.5% and waiting 12.5%: 2 processes do the work of 1.50 that need not talk to each other" in text
+    assert "communication 12.5% and waiting 12.5%: 2 processes do the work of 1.50 that need not communicate" in text
     assert "waited for most: rank 1, the last in 9 of 10 steps" in text
     assert report.advice in report.answers()
     assert report.slowest_rank == 1

@@ -83,7 +83,7 @@ def test_plain_numbers_fast_path(tracker: LocalTracker, monkeypatch: pytest.Monk
 def test_unsupported_value(tracker: LocalTracker) -> None:
     """What is no number is named and the rest is kept."""
     with pytest.raises(
-        UnsupportedTypeError, match=r"weights is a Tensor of \(3,\) and nothing is None, and the tracker local keeps numbers"
+        UnsupportedTypeError, match=r"weights is a Tensor of \(3,\) and nothing is None, and the tracker local stores numbers"
     ):
         tracker.log({"loss": 1.0, "weights": torch.zeros(3), "nothing": None}, step=1)
     assert lines_of(tracker)[1]["values"] == {"loss": 1.0}
@@ -113,7 +113,7 @@ def test_resume_and_taken_name(tmp_path: Path) -> None:
     assert [line.get("values", "start") for line in lines_of(tracker)] == ["start", {"loss": 1.0}, "start", {"loss": 2.0}]
     assert read_info(tracker.tracker)["state"] == "finished"
     assert len(read_info(tracker.tracker)["attempts"]) == 2
-    with pytest.raises(ConfigError, match="a run named 'run' is there already"):
+    with pytest.raises(ConfigError, match="a run named 'run' exists"):
         LocalTracker("project", tmp_path, name="run").start()
 
 
@@ -161,7 +161,7 @@ def test_removed_folder(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tracker, "_look_at", math.inf)
     tracker.log({"loss": 1.0})  # between two looks nobody knows
     monkeypatch.setattr(tracker, "_look_at", 0.0)
-    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl was removed while the run goes on"):
+    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl was removed during the run"):
         tracker.log({"loss": 1.0})
     with pytest.raises(FileNotFoundError, match="was removed"):
         tracker.finish()
@@ -238,8 +238,8 @@ class Figure:
 
 @pytest.mark.parametrize("given", ["a text", 3, numpy.zeros((5, 6, 7)), numpy.zeros((0, 4, 3)), numpy.zeros((2, 2), dtype=complex)])
 def test_no_image(given: Any) -> None:
-    """What is no picture is refused with what is."""
-    with pytest.raises(TypeError, match=r"no picture: give|is not known: give"):
+    """What is not a picture is refused with what is."""
+    with pytest.raises(TypeError, match=r"not a picture: give|is not supported: give"):
         to_image(given)
 
 

@@ -160,7 +160,7 @@ def test_failing_snapshot(watched: Callable[..., MemoryWatch], caplog: pytest.Lo
     (tmp_path / "file").write_text("")
     watch = watched(broken)
     report_if_out_of_memory(MemoryError())
-    assert "could not be told (RuntimeError: the names are gone)" in caplog.text
+    assert "could not be listed (RuntimeError: the names are gone)" in caplog.text
     watch.close()
     watched(lambda: (), lambda: tmp_path / "file" / "inside")
     report_if_out_of_memory(MemoryError())

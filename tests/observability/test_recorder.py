@@ -115,7 +115,7 @@ def test_same_name_and_resume(tmp_path: Path) -> None:
     for keywords in ({"name": "first"}, {"name": "first", "resume": True}):
         accelerator = Accelerator(cpu=True, project_dir=tmp_path)
         if "resume" in keywords:
-            with pytest.raises(ConfigError, match=r"a run named 'first' is there already .* resume=True"):
+            with pytest.raises(ConfigError, match=r"a run named 'first' exists .* resume=True"):
                 accelerator.init_trackers("demo", init_kwargs={"local": {"name": "first"}})
         accelerator.init_trackers("demo", init_kwargs={"local": keywords})
         accelerator.log({"loss": 1.0}, step=0)
@@ -126,12 +126,12 @@ def test_same_name_and_resume(tmp_path: Path) -> None:
 
 
 def test_project_dir_url(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A project dir that is no folder does not stop a run."""
+    """A project dir that is not a folder does not stop a run."""
     accelerator = Accelerator(cpu=True, project_dir="memory://somewhere", kwargs_handlers=[LedgerKwargs(summary=False)])
     accelerator.init_trackers("demo")
     train(accelerator)
     accelerator.end_training()
-    assert "is no folder of this machine, so this run gets none" in caplog.text
+    assert "is not a local folder: this run has no run directory" in caplog.text
 
 
 def test_chdir_and_file_url(

@@ -120,7 +120,7 @@ def test_only_reports_replaced(run, tmp_path):
     """Only a report is ever replaced."""
     other = tmp_path / "notes.html"
     other.write_text("<!doctype html> notes of mine")
-    with pytest.raises(ConfigError, match="no report of slipstream"):
+    with pytest.raises(ConfigError, match="not a report of slipstream"):
         write(run.path, other)
     assert other.read_text() == "<!doctype html> notes of mine"
     before = {path: path.read_bytes() for path in run.path.iterdir()}

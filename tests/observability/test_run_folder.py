@@ -33,7 +33,7 @@ def lines(path: Path) -> list[dict[str, int]]:
 def test_taken_name(tmp_path: Path) -> None:
     """A name is taken once and the error says what to write."""
     RunFolder.create(tmp_path, "first", project="p").end("finished")
-    with pytest.raises(ConfigError, match=r"a run named 'first' is there already .*finished\): choose another name, or say resume=True"):
+    with pytest.raises(ConfigError, match=r"a run named 'first' exists .*finished\): choose a different name, or pass resume=True"):
         RunFolder.create(tmp_path, "first", project="p")
     again = RunFolder.create(tmp_path, "first", project="p", resume=True, attempt={"world_size": 2})
     again.end("finished")
@@ -120,7 +120,7 @@ def test_damaged_run_left_out(tmp_path: Path) -> None:
     assert [path.name for path, _ in left_out] == ["broken", "empty", "missing"]
     assert "it has no run.json" in left_out[2][1]
     for path in odd:
-        with pytest.raises(ConfigError, match="is there already"):
+        with pytest.raises(ConfigError, match="a run named .* exists"):
             RunFolder.create(tmp_path, path.name, project="p")
         assert len(RunFolder.create(tmp_path, path.name, project="p", resume=True).info["attempts"]) == 1
 
@@ -157,7 +157,7 @@ def test_uncreatable_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be made below .*give a folder of yours as project_dir"):
         RunFolder.create(tmp_path / "file", project="p")
     (tmp_path / "runs").write_text("")
-    with pytest.raises(ConfigError, match="runs is there already and is no folder: move it away"):
+    with pytest.raises(ConfigError, match="runs exists and is not a folder: move it away"):
         RunFolder.create(tmp_path, project="p")
 
 

@@ -94,7 +94,7 @@ def test_too_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write(folder, "metrics.jsonl", "x" * (length // 2), values(2, loss=2.0))
         run.refresh()
         assert list(run.series["loss"].values) == [1.0, 2.0]
-        assert run.skipped == {f"metrics.jsonl: lines that are {'too long' if length > 300 else 'no JSON'}": 1}
+        assert run.skipped == {f"metrics.jsonl: lines that are {'too long' if length > 300 else 'not JSON'}": 1}
     assert MAX_LINE >= 1 << 20, "tables are long lines"
 
 
@@ -125,13 +125,13 @@ def test_unknown_lines_counted(tmp_path: Path) -> None:
     run = read(tmp_path)
     assert list(run.series["loss"].values) == [0.5]
     assert run.skipped == {
-        "metrics.jsonl: lines that are no JSON": 2,
+        "metrics.jsonl: lines that are not JSON": 2,
         "metrics.jsonl: lines of an unknown kind": 4,
-        "metrics.jsonl: lines that are no text": 1,
+        "metrics.jsonl: lines that are not text": 1,
         "ledger.jsonl: lines of an unknown kind": 1,
-        "ledger.jsonl: lines that are no JSON": 1,
+        "ledger.jsonl: lines that are not JSON": 1,
         "events.jsonl: lines of an unknown kind": 1,
-        "run.json is no JSON": 1,
+        "run.json is not JSON": 1,
     }
     assert run.events == [{"time": 1, "kind": "end", "why": [None]}]
     json.dumps(run.view(), allow_nan=False)
@@ -380,13 +380,13 @@ def test_silent_run(tmp_path: Path) -> None:
     run = Run(folder.path)
     run.refresh()
     run.info["silent"] = "what a file says of it counts for nothing"
-    assert "silent" not in run.told(run.touched + 59)
-    assert run.told(run.touched + 61)["silent"] == 60
-    assert run.told(run.touched + 359)["silent"] == 300
+    assert "silent" not in run.current_info(run.touched + 59)
+    assert run.current_info(run.touched + 61)["silent"] == 60
+    assert run.current_info(run.touched + 359)["silent"] == 300
     (folder.path / "ledger.jsonl").write_text('{"time": 9.0, "seconds": 30.0, "phases": {}}\n' * 3)
     run.refresh()
-    assert "silent" not in run.told(run.touched + 299), "a line every 30 seconds"
-    assert run.told(run.touched + 301)["silent"] == 300
+    assert "silent" not in run.current_info(run.touched + 299), "a line every 30 seconds"
+    assert run.current_info(run.touched + 301)["silent"] == 300
     folder.end("finished")
     run.refresh()
-    assert run.told(run.touched + 1000) == run.info == folder.info
+    assert run.current_info(run.touched + 1000) == run.info == folder.info

@@ -58,5 +58,5 @@ def test_package_keeps_values(name: str, written: Callable[[str], Any]) -> None:
     assert found["pictures"] == 2
     assert found["tables"] == (1 if name in KEEP_TABLES else None)
     refused, *more = found["said"]
-    assert refused.startswith(f"weights is a Tensor of (3,), and the tracker {name} keeps numbers")
-    assert more == ([] if name in KEEP_TABLES else [f"the tracker {name} keeps no tables: log_table() goes on without it"])
+    assert refused.startswith(f"weights is a Tensor of (3,), and the tracker {name} stores numbers")
+    assert more == ([] if name in KEEP_TABLES else [f"the tracker {name} does not store tables: log_table() skips it"])

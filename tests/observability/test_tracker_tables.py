@@ -1,4 +1,4 @@
-"""Tables for trackers: many forms mean the same, and what is no table is refused with its name."""
+"""Tables for trackers: many forms mean the same, and what is not a table is refused with its name."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_array_is_table(array: Any) -> None:
     ("given", "complaint"),
     [
         ({}, "has no data and no dataframe"),
-        ({"data": [1, 2]}, "row 0 of its data is an int and no row: give rows"),
-        ({"data": ["ab"]}, "row 0 of its data is a str and no row"),
-        ({"data": [[1], {"a": 1}]}, "row 1 of its data is a dict and no row"),
+        ({"data": [1, 2]}, "row 0 of its data is an int, not a row: give rows"),
+        ({"data": ["ab"]}, "row 0 of its data is a str, not a row"),
+        ({"data": [[1], {"a": 1}]}, "row 1 of its data is a dict, not a row"),
         ({"data": [[1], [1, 2]]}, "its rows have 1 or 2 cells, and its columns are 0"),
         ({"data": {"a": [1], "b": [1, 2]}}, r"different lengths \(a 1, b 2\)"),
-        ({"data": {"a": 1}}, "its column a is an int and no column"),
+        ({"data": {"a": 1}}, "its column a is an int, not a column"),
         ({"data": {"a": [1]}, "columns": ["b"]}, "columns has b, and its data has a"),
         ({"data": torch.zeros(3)}, r"its data is a Tensor of \(3,\)"),
         ({"data": [[1, 2]], "columns": "ab"}, "columns='ab' is a str"),
-        ({"dataframe": [1]}, "dataframe= is a list, and no data frame"),
+        ({"dataframe": [1]}, "dataframe= is a list, not a data frame"),
     ],
 )
 def test_no_table(given: Any, complaint: str) -> None:
-    """What is no table is refused with its name."""
+    """What is not a table is refused with its name."""
     with pytest.raises(RejectedValuesError, match=f"the table t is left out: .*{complaint}"):
         make_table("t", **{"columns": None, "data": None, **given})

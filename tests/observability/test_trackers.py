@@ -113,7 +113,7 @@ def test_resolve_all() -> None:
     [
         ("tensorbord", r"'tensorbord' is not known \(did you mean tensorboard\?\): write one of local, .*, swanlab, all"),
         ("wandb,local", r"several names are a list: \['wandb', 'local'\]"),
-        (3, "3 is no tracker"),
+        (3, "3 is not a tracker"),
         ("local", "needs a folder to write to: pass project_dir"),
         ([Memory(), Memory()], "several trackers of the name memory of a test"),
     ],
@@ -182,7 +182,7 @@ def test_wrong_names_and_second_start() -> None:
     trackers = Trackers([Memory()], None, is_main_process=True)
     with pytest.raises(ConfigError, match="init_kwargs has wandb, but log_with has memory of a test"):
         trackers.start("project", None, {"wandb": {}})
-    for given, complaint in ((5, "init_kwargs=5 is no dict"), ({Memory.name: 5}, "memory of a test, 5, are no keywords")):
+    for given, complaint in ((5, "init_kwargs=5 is not a dict"), ({Memory.name: 5}, "memory of a test, 5, is not a dict of keywords")):
         with pytest.raises(ConfigError, match=complaint):
             trackers.start("project", None, given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="init_kwargs has foo for local, which takes name, resume"):
@@ -219,8 +219,8 @@ def test_failing_log(caplog: pytest.LogCaptureFixture) -> None:
         trackers.finish()
     said = caplog.messages
     assert said == [
-        "the tracker memory of a test failed in log (OSError: log is broken); the run goes on, and this is said once",
-        "the tracker memory of a test failed in finish (OSError: finish is broken); the run goes on, and this is said once",
+        "the tracker memory of a test failed in log (OSError: log is broken); the run continues, and this is reported once",
+        "the tracker memory of a test failed in finish (OSError: finish is broken); the run continues, and this is reported once",
     ]
     assert [entry[0] for entry in good.told] == ["start", "log", "log", "log", "finish"]
 
@@ -246,7 +246,7 @@ def test_step_types() -> None:
         trackers.log({"loss": 1}, step=step)  # type: ignore[arg-type]
     assert [entry[2] for entry in own.told if entry[0] == "log"] == [3, 4, 5, 6]
     for wrong in (1.5, "three", torch.zeros(2)):
-        with pytest.raises(ConfigError, match="is no whole number"):
+        with pytest.raises(ConfigError, match="is not a whole number"):
             trackers.log({"loss": 1}, step=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="values are a dict of names"):
         trackers.log(0.5, step=1)  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def test_images_and_tables(tmp_path: Path, caplog: Any) -> None:
     trackers.start("project")
     for step in (1, 2):
         trackers.log_images({"sample": numpy.zeros((2, 2))}, step=step, log_kwargs={"local": {"caption": "dark"}})
-        trackers.log_table("answers", ["a"], [[1]], step=step)
+        trackers.log_table("answers", columns=["a"], data=[[1]], step=step)
     trackers.log_images({"sample": "no picture"}, step=3)
     lines = [json.loads(line) for line in trackers.get("local").path.read_text().splitlines()][1:]
     trackers.finish()
@@ -267,8 +267,8 @@ def test_images_and_tables(tmp_path: Path, caplog: Any) -> None:
     assert lines[0]["caption"] == "dark"
     assert [message.split(":")[0] for message in caplog.messages] == [
         "log_images() goes nowhere",
-        "the tracker memory of a test keeps no pictures",
-        "the tracker memory of a test keeps no tables",
+        "the tracker memory of a test does not store pictures",
+        "the tracker memory of a test does not store tables",
         "the picture sample is left out",
     ]
 
@@ -308,9 +308,9 @@ def test_warning_limits(tmp_path: Path, caplog: Any) -> None:
         trackers.log({f"name {place}": None, "name": []})
     trackers.finish()
     assert len(caplog.messages) == 20
-    assert caplog.messages[0].startswith("name 0 is None and name is a list, and the tracker local keeps")
+    assert caplog.messages[0].startswith("name 0 is None and name is a list, and the tracker local stores")
     assert caplog.messages[1].startswith("name 1 is None, and")
-    assert caplog.messages[-1].endswith("further ones of local in log are not said")
+    assert caplog.messages[-1].endswith("further ones of local in log are not reported")
     with pytest.raises(ConfigError, match=r"log_images\(\) has a Tensor of \(3, 2, 2\): pictures are a dict of names"):
         trackers.log_images(torch.zeros(3, 2, 2))  # type: ignore[arg-type]
 
@@ -333,7 +333,7 @@ def test_all_without_failing(caplog: Any) -> None:
     assert broken.told == [("finish",)]
     assert [entry[0] for entry in good.told] == ["start", "config", "log", "finish"]
     assert caplog.messages == [
-        "log_with='all' goes without unwilling: it cannot start (OSError: start is broken)"
+        "log_with='all' leaves out unwilling: it cannot start (OSError: start is broken)"
     ]
 
 
@@ -347,7 +347,7 @@ def test_all_without_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     trackers.start("project")
     assert [type(tracker).__name__ for tracker in trackers.started] == ["NullTracker", "LocalTracker"]
     trackers.finish()
-    assert caplog.messages == ["log_with='all' goes without wandb: no account is set up (wandb login, or WANDB_MODE=offline)"]
+    assert caplog.messages == ["log_with='all' leaves out wandb: no account is set up (wandb login, or WANDB_MODE=offline)"]
     assert missing_account("wandb", {"HOME": str(tmp_path)}) is not None
     (tmp_path / ".netrc").write_text("")
     assert missing_account("wandb", {"HOME": str(tmp_path)}) is None
@@ -533,7 +533,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     trackers.log({"loss": torch.tensor(0.5), "note": "hello", "both": {"a": 1, "b": torch.tensor(2)}}, step=4)
     trackers.log({"loss": 0.25}, step=9)
     trackers.log_images({"sample": torch.zeros(1, 3, 2, 2), "sizes": [numpy.zeros((2, 2)), numpy.zeros((3, 3))]}, step=9)
-    trackers.log_table("answers", ["a"], [[1]], step=9)
+    trackers.log_table("answers", columns=["a"], data=[[1]], step=9)
     trackers.finish()
     events = EventAccumulator(str(tmp_path / "run")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 0.5), (9, 0.25)]
@@ -550,4 +550,4 @@ def test_tensorboard_unsupported(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     trackers.start("run")
     trackers.log({"weights": torch.zeros(3)}, step=1)
     trackers.finish()
-    assert "weights is a Tensor of (3,), and the tracker tensorboard keeps numbers and texts" in caplog.text
+    assert "weights is a Tensor of (3,), and the tracker tensorboard stores numbers and texts" in caplog.text

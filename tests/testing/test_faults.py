@@ -25,7 +25,7 @@ def test_fail_strikes_rank_alone(ranks):
     fine, failed = ranks(2).outcomes(lambda: passes(faults.fail_at(rank=1, call=2)))
     assert fine.value == 4
     assert isinstance(failed.error, faults.InjectedFault)
-    assert "rank 1 was told to fail at call 2" in str(failed.error)
+    assert "rank 1 fails as requested at call 2" in str(failed.error)
 
 
 def test_fail_with_any_error(ranks):

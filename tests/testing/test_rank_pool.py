@@ -144,7 +144,7 @@ def test_unpicklable_exception_named(ranks):
 
 def test_unpicklable_value_explained(ranks):
     """A value that cannot travel is explained."""
-    with pytest.raises(RankFailure, match=r"returned lock, which cannot travel .*return plain data or tensors"):
+    with pytest.raises(RankFailure, match=r"returned lock, which cannot be pickled .*return plain data or tensors"):
         ranks(2).run(threading.Lock)
 
 

@@ -172,7 +172,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         log_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Send a table (rows with `columns`, a dict of columns, records, an array, a data frame) to every tracker that stores tables."""
-        self._recorder.trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+        self._recorder.trackers.log_table(table_name, step, log_kwargs, columns=columns, data=data, dataframe=dataframe)
 
     @property
     def run_dir(self) -> Path | None:

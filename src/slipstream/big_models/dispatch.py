@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.big_models.device_map.partition import LARGEST_BLOCK, find_composite, find_offload_blocks, is_called, parameter_identity
+from slipstream.big_models.device_map.plan import PREFETCHED_BLOCKS
 from slipstream.big_models.device_map.validation import (
     DISK,
     HOST,
@@ -42,7 +43,7 @@ from slipstream.big_models.hooks.forward_hooks import (
 )
 from slipstream.big_models.hooks.weight_swap import ModuleSlot, ModuleTensor, find_slots, wrap_like
 from slipstream.big_models.weight_store.offload_folder import group_by_size, save_offload_index, write_offload_files
-from slipstream.big_models.weight_store.store import PREFETCHED_BLOCKS, decide_residency
+from slipstream.big_models.weight_store.store import decide_residency
 from slipstream.big_models.weight_store.weights import INDEX_NAME, OffloadedWeightsLoader, PrefixedDataset, read_index
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import ConfigError, StateError
@@ -60,7 +61,6 @@ INDEX_ATTRIBUTE: Final = "_slipstream_offload_index"
 """The attribute of a model in which loading keeps where its weights on the disk are."""
 _SMALL_FILE: Final = 64 << 20
 """Blocks share a file up to this size: every file is held open, and a process may not have many."""
-_BLOCKS_IN_MEMORY: Final = 1 + PREFETCHED_BLOCKS
 _ANY_SIZE: Final = 1 << 62
 _Entries = Mapping[str, Mapping[str, Any]]
 
@@ -611,7 +611,7 @@ def _execution_device(model: nn.Module, given: Any) -> torch.device:
 
 def _largest_block(limit: int | None) -> int:
     """Return the size above which a module is divided."""
-    return LARGEST_BLOCK if limit is None else max(1, min(LARGEST_BLOCK, limit // _BLOCKS_IN_MEMORY))
+    return LARGEST_BLOCK if limit is None else max(1, min(LARGEST_BLOCK, limit // (1 + PREFETCHED_BLOCKS)))
 
 
 def _find_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str]) -> dict[str, bool]:

@@ -4,8 +4,8 @@
     layer-major      block 1: call 1, 2, ...        block 2: call 1, 2, ...        the model is read once
 
 Each call runs in its own thread and may be any code that calls the model, such as a whole `generate`. One thread runs at a time; at an
-offloaded block it waits until the others have come there too. Every call computes what it computes alone, bit for bit. Each thread has
-its own random generator state, seeded in the order of the calls.
+offloaded block it waits until the others have reached that block too. Results are bitwise equal to those of separate calls. Each thread
+has its own random generator state, seeded in the order of the calls.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def layer_major(
     lanes: int | None = None,
     progress: bool | None = None,
 ) -> list[Result]:
-    """Return `[function(item) for item in inputs]`, with the calls of `model` inside of it side by side.
+    """Return `[function(item) for item in inputs]`, running the calls of `model` block by block for all inputs.
 
-    `lanes` is how many run at a time; None is all of them. Each holds its own activations and caches, so memory for those is needed
-    `lanes` times. `progress`: a bar of calls that have ended; None is one on the main process where there is a terminal. For a model
-    without offloaded blocks it is a plain loop, and that is logged.
+    `lanes` is the number of concurrent calls; None means all. Each holds its own activations and caches, so those take `lanes` times the
+    memory. `progress` shows a bar of finished calls; None shows it on the main process if there is a terminal. For a model without
+    offloaded blocks this is a plain loop, which is logged.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> layer_major(model, lambda x: model(x).shape, [torch.ones(1, 2), torch.ones(3, 2)])
     [torch.Size([1, 2]), torch.Size([3, 2])]
     """
     if lanes is not None and (not isinstance(lanes, int) or isinstance(lanes, bool) or lanes < 1):
-        raise ConfigError(f"lanes={lanes!r} is no number of calls. Write a whole number above zero, or leave it out to run all at a time.")
+        raise ConfigError(f"lanes={lanes!r} is not a number of calls. Write a whole number above zero, or leave it out to run all at once.")
     items = list(inputs)
     stores = find_weight_stores(model)
     if not stores:
@@ -90,7 +90,7 @@ def _is_main() -> bool:
 
 
 class LayerMajorRunner:
-    """Runs `call(0)` to `call(count - 1)`, up to `width` of them side by side."""
+    """Runs `call(0)` to `call(count - 1)`, up to `width` of them concurrently."""
 
     def __init__(self, call: Callable[[int], Any], count: int, width: int) -> None:
         self.call = call
@@ -108,7 +108,7 @@ class LayerMajorRunner:
         self.seeds = torch.randint(2**62, (count,)).tolist()
 
     def run(self) -> None:
-        """Run until all have ended; raise what the first one to fail raised, after the others have stopped."""
+        """Run all calls; re-raise the first error after the others have stopped."""
         if self.left:
             before = torch.get_rng_state()
             self.waiting = [_CallThread(self, number) for number in range(self._width)]
@@ -130,7 +130,7 @@ class LayerMajorRunner:
             raise reason
 
     def arrive(self, block: WeightBlock) -> None:
-        """Pause the calling thread at a block until it is its turn; threads of others pass."""
+        """Pause the calling thread at a block until it is its turn; threads that are not lanes pass."""
         lane = self.lanes.get(threading.get_ident())
         if lane is None or lane.inside(block):
             return
@@ -138,12 +138,12 @@ class LayerMajorRunner:
         lane.pause()
 
     def fail(self, number: int, error: BaseException) -> None:
-        """Note that a call raised: no further one begins, and the others stop at their next block."""
+        """Record that a call raised: no further call starts, and the others stop at their next block."""
         if self.failure is None:
             self.failure = (number, error)
 
     def run_next(self) -> None:
-        """Wake a thread that waits where the last one was, else at the nearest block after it, from the top again at the end."""
+        """Wake a thread that waits at the current block, else at the nearest one after it, starting over after the last block."""
         if not self.waiting:
             self._over.set()
             return
@@ -154,7 +154,7 @@ class LayerMajorRunner:
 
 
 class _CallStopped(BaseException):
-    """Ends a thread because a call of another one failed."""
+    """Ends a thread because the call of another thread failed."""
 
 
 class _CallThread:
@@ -164,12 +164,12 @@ class _CallThread:
         self.runner = runner
         self.block = -1
         self.turn = threading.Event()
-        target = partial(contextvars.copy_context().run, self._run)  # context variables of the caller hold in lanes
+        target = partial(contextvars.copy_context().run, self._run)  # lanes see the context variables of the caller
         self.thread = threading.Thread(target=target, name=f"slipstream: lane {number}", daemon=True)
         self._random: torch.Tensor | None = None
 
     def inside(self, block: WeightBlock) -> bool:
-        """Return whether the thread may enter a block without waiting: it was let in there and is still inside."""
+        """Return whether the thread is already inside this block, so that it need not wait."""
         return self.block == block.number and block.active > 0
 
     def pause(self) -> None:

@@ -515,7 +515,7 @@ def _load_options(
 def _checked_mapping(device_map: Any) -> Mapping[str, Any]:
     if not isinstance(device_map, Mapping):
         raise ConfigError(
-            f'device_map={device_map!r} is no dict. Write a device for each module, as in {{"embed": "cpu", "blocks": "disk"}}; '
+            f'device_map={device_map!r} is not a dict. Write a device for each module, as in {{"embed": "cpu", "blocks": "disk"}}; '
             "load_checkpoint_and_dispatch takes 'auto' too, and infer_auto_device_map makes such a dict."
         )
     return device_map

@@ -42,13 +42,13 @@ _GROUP_SIZES: Final = (32, 64, 128)
 def _parse_dtype(given: Any, name: str) -> torch.dtype:
     found: Any = _DTYPES_BY_NAME.get(given.removeprefix("torch.")) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype) or found not in _DTYPES_BY_NAME.values():
-        raise ConfigError(f"{name}={given!r} is no type to compute in. Write 'fp16', 'bf16' or 'fp32', or the types of torch.")
+        raise ConfigError(f"{name}={given!r} is not a dtype to compute in. Write 'fp16', 'bf16' or 'fp32', or the types of torch.")
     return found
 
 
 def _check_names(given: Any, name: str) -> list[str] | None:
     if given is not None and (isinstance(given, str) or not all(isinstance(module, str) for module in given)):
-        raise ConfigError(f"{name}={given!r} is no list of names of modules. Write a list, such as ['lm_head'].")
+        raise ConfigError(f"{name}={given!r} is not a list of module names. Write a list, such as ['lm_head'].")
     return None if given is None else list(given)
 
 
@@ -84,7 +84,7 @@ class BnbQuantizationConfig:
             raise ConfigError(f"{both} of load_in_8bit and load_in_4bit was asked for. Set one of them to True.")
         threshold = self.llm_int8_threshold
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold < 0:
-            raise ConfigError(f"llm_int8_threshold={threshold!r} is no number from 0 on; 0 means that there are no outliers.")
+            raise ConfigError(f"llm_int8_threshold={threshold!r} is not a non-negative number; 0 means that there are no outliers.")
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise ConfigError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not known. Write 'fp4' or 'nf4'.")
         self.bnb_4bit_compute_dtype = _parse_dtype(self.bnb_4bit_compute_dtype, "bnb_4bit_compute_dtype")
@@ -241,9 +241,9 @@ class TorchaoConverter:
         """Return why a layer cannot be converted; "" if it can."""
         group = self._config.group_size
         if group is not None and layer.in_features % group:
-            return f"its {layer.in_features} columns are no multiple of group_size={group}"
+            return f"its {layer.in_features} columns are not a multiple of group_size={group}"
         if self._config.weight_bits == 4 and layer.out_features % _ROW_MULTIPLE:
-            return f"its {layer.out_features} rows are no multiple of {_ROW_MULTIPLE}"
+            return f"its {layer.out_features} rows are not a multiple of {_ROW_MULTIPLE}"
         return ""
 
     def convert(self, layer: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -25,8 +25,8 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
@@ -35,7 +35,7 @@ from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, RankFile,
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.checksum import Bytes, digest
 from slipstream.files.disk import Disk, FileEntry
-from slipstream.files.os_errors import describe_os_error, suggest_remedy
+from slipstream.files.os_errors import describe_os_error, explain_os_errors, suggest_remedy
 from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.reader import read_digest
 from slipstream.logging import get_logger
@@ -612,16 +612,8 @@ def _make_parents(folder: Path, disk: Disk) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
-@contextmanager
-def _explain_os_errors(target: Path, disk: Disk, *, needed: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` into a `CheckpointError` that says what it means for the save."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        free = disk.free(target.parent) if error.errno == errno.ENOSPC else None
-        raise CheckpointError(
-            f"{target} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error, needed=needed, free=free)} The "
-            "previous checkpoint is untouched."
-        ) from error
+def _explain_os_errors(target: Path, disk: Disk, *, needed: int | None = None) -> AbstractContextManager[None]:
+    after = " The previous checkpoint is untouched."
+    return explain_os_errors(
+        f"{target} could not be saved", after=after, separator="\n", needed=needed, free=lambda: disk.free(target.parent)
+    )

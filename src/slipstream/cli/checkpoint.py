@@ -30,49 +30,24 @@ from slipstream.checkpoint.inspect import (
     survey_location,
 )
 from slipstream.cli import checkpoint_dcp, checkpoint_view
-from slipstream.cli.text_format import escape_control, format_count, format_size
+from slipstream.cli.text_format import format_count
+from slipstream.devices.memory import convert_bytes
 from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.object_store import redact
+from slipstream.observability.report.text_charts import escape_control
 
 __all__ = ["command"]
 
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-class _Refusal(click.ClickException):
-    """What was given cannot be used: a few lines on stderr."""
-
-    exit_code = 2
-
-
-class _Damaged(click.ClickException):
-    """A checkpoint that cannot be read: a few lines on stderr."""
-
-    exit_code = 1
-
-
-def _safe(error: Exception) -> str:
-    return "\n".join(map(escape_control, str(error).split("\n")))
-
-
-@contextmanager
-def _as_click_errors(damaged: type[click.ClickException] = _Damaged) -> Iterator[None]:
-    """Turn a wrong argument into exit code 2, and a checkpoint that cannot be read into `damaged`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise _Refusal(_safe(error)) from error
-    except CheckpointError as error:
-        raise damaged(_safe(error)) from error
-
-
-@click.group(name="checkpoint", short_help="Look into checkpoints: list, verify, show, compare.")
+@click.group(name="checkpoint", short_help="Inspect checkpoints: list, verify, show, compare.")
 def command() -> None:
-    """Look into checkpoints: what is there, is it whole, what differs.
+    """Inspect checkpoints: list, verify, show, compare.
 
-    A place is a folder that save_state made, a folder around such folders, or a
-    URL such as s3://bucket/run. Nothing is changed, and no torch is needed.
+    DIR is a checkpoint of save_state, a folder of checkpoints, or a URL such as
+    s3://bucket/run. Nothing is changed, and torch is not needed.
     """
 
 
@@ -84,8 +59,8 @@ def _list(places: tuple[str, ...], verify: bool, as_json: bool) -> None:
     """List the checkpoints in folders: step, time, size, processes, metric.
 
     Sizes of files are compared with the manifest; --verify reads everything.
-    What `latest` names, what dead saves left behind, and folders that are no
-    checkpoints are said too.
+    Also lists what `latest` names, leftovers of interrupted saves, and folders
+    that are not checkpoints.
 
     \b
     Examples:
@@ -93,10 +68,9 @@ def _list(places: tuple[str, ...], verify: bool, as_json: bool) -> None:
       slipstream checkpoint ls --verify runs/checkpoint_3
       slipstream checkpoint ls --json s3://bucket/run
     """
-    with _as_click_errors():
-        surveys = _surveys(places)
-        with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints], shown=verify) as advance:
-            found = [checkpoint_view.describe_survey(survey, verify=verify, advance=advance) for survey in surveys]
+    surveys = _surveys(places)
+    with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints], shown=verify) as advance:
+        found = [checkpoint_view.describe_survey(survey, verify=verify, advance=advance) for survey in surveys]
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -105,39 +79,38 @@ def _list(places: tuple[str, ...], verify: bool, as_json: bool) -> None:
             click.echo(line)
 
 
-@command.command(name="verify", short_help="Read checkpoints wholly and say what is wrong.")
+@command.command(name="verify", short_help="Read checkpoints completely and report damage.")
 @click.argument("places", metavar="DIR...", nargs=-1, required=True)
 @click.pass_context
 def _verify(context: click.Context, places: tuple[str, ...]) -> None:
     """Read every byte of checkpoints and compare it with what was written.
 
     Every problem is a line that begins with the file. The exit code is 0 if
-    all is well, 1 if anything is wrong, 2 if there is nothing to verify.
+    there is no problem, 1 if there is one, 2 if there is nothing to verify.
 
     \b
     Examples:
       slipstream checkpoint verify runs/checkpoint_3
       slipstream checkpoint verify runs && echo all whole
     """
-    with _as_click_errors():
-        wrong = sum(_verify_dcp(entry) for entry in places)
-        surveys = _surveys([entry for entry in places if not checkpoint_dcp.dcp_parts(entry)])
-        if empty := [found.given for found in surveys if not found.checkpoints and not any(_claims(found))]:
-            raise ConfigError(f"There is no checkpoint in {', '.join(map(redact, empty))}.\nGive a folder that save_state made.")
-        with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints]) as advance:
-            for found in surveys:
-                for problem in _claims(found):
-                    wrong += 1
+    wrong = sum(map(_verify_dcp, places))
+    surveys = _surveys([place for place in places if not checkpoint_dcp.dcp_parts(place)])
+    if empty := [found.given for found in surveys if not found.checkpoints and not any(_folder_problems(found))]:
+        raise ConfigError(f"There is no checkpoint in {', '.join(map(redact, empty))}.\nGive a folder that save_state made.")
+    with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints]) as advance:
+        for found in surveys:
+            for problem in _folder_problems(found):
+                wrong += 1
+                click.echo(escape_control(problem))
+            for checkpoint in found.checkpoints:
+                problems = _problems(checkpoint, advance)
+                wrong += len(problems)
+                for problem in problems:
                     click.echo(escape_control(problem))
-                for checkpoint in found.checkpoints:
-                    problems = _problems(checkpoint, advance)
-                    wrong += len(problems)
-                    for problem in problems:
-                        click.echo(escape_control(problem))
-                    if not problems:
-                        assert checkpoint.manifest is not None, "a checkpoint without a manifest has problems"
-                        size, step = format_size(checkpoint.size), f"{checkpoint.manifest.step:,}"
-                        click.echo(f"{escape_control(checkpoint.folder)}: whole ({size}, step {step})")
+                if not problems:
+                    assert checkpoint.manifest is not None, "a checkpoint without a manifest has problems"
+                    size, step = convert_bytes(checkpoint.size), f"{checkpoint.manifest.step:,}"
+                    click.echo(f"{escape_control(checkpoint.folder)}: whole ({size}, step {step})")
     if wrong:
         click.echo(f"{format_count(wrong, 'problem')}.", err=True)
         context.exit(1)
@@ -152,7 +125,7 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
     """Show what is in a checkpoint: facts, receipt, models, states, ranks.
 
     Headers are read, tensors are not. The exit code is 1 if files are missing
-    or have another size than they should.
+    or have the wrong size.
 
     \b
     Examples:
@@ -165,8 +138,8 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
         for line in [json.dumps(data, indent=2)] if as_json else checkpoint_dcp.dcp_lines(data):
             click.echo(line)
         context.exit(1 if data["problems"] else 0)
-    with _as_click_errors(), open_readable(find_single_checkpoint(place)) as entry:
-        data = checkpoint_view.describe_checkpoint(entry, redact(place), tensors=tensors)
+    with open_readable(find_single_checkpoint(place)) as checkpoint:
+        data = checkpoint_view.describe_checkpoint(checkpoint, redact(place), tensors=tensors)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
@@ -184,21 +157,20 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
 def _diff(context: click.Context, first: str, second: str, everything: bool, as_json: bool) -> None:
     """Compare two checkpoints: facts, receipt, weights, states.
 
-    For each tensor that is not the same: the share of elements whose bits
-    changed, and the largest absolute difference. The time of the saves does
-    not count. The exit code is 0 if they are equal, 1 if not, 2 if one of them
-    cannot be read.
+    For each tensor that differs: the share of elements whose bits changed, and
+    the largest absolute difference. The time of the saves is ignored. The exit
+    code is 0 if they are equal, 1 if not, 2 if one of them cannot be read.
 
     \b
     Examples:
       slipstream checkpoint diff runs/checkpoint_3 runs/checkpoint_4
       slipstream checkpoint diff --json before after | jq .equal
     """
-    from slipstream.cli import checkpoint_diff  # takes numpy, which the other commands do not need
+    from slipstream.cli import checkpoint_diff  # imports numpy, which the other commands do not need
 
-    with _as_click_errors(_Refusal):
-        if split_duplicates([first, second])[1]:
-            raise ConfigError(f"{redact(first)} and {redact(second)} are the same folder.\nGive two different checkpoints.")
+    if split_duplicates([first, second])[1]:
+        raise ConfigError(f"{redact(first)} and {redact(second)} are the same folder.\nGive two different checkpoints.")
+    try:
         parts = checkpoint_dcp.dcp_parts(first), checkpoint_dcp.dcp_parts(second)
         checkpoint_dcp.require_same_kind(first, second, parts)
         if parts[0]:
@@ -206,6 +178,8 @@ def _diff(context: click.Context, first: str, second: str, everything: bool, as_
         else:
             with open_readable(find_single_checkpoint(first)) as left, open_readable(find_single_checkpoint(second)) as right:
                 sections = list(checkpoint_diff.compare_checkpoints(left, right))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error  # exit code 2: 1 means that they differ
     if as_json:
         click.echo(json.dumps(checkpoint_diff.sections_as_data(sections), indent=2))
     else:
@@ -227,13 +201,13 @@ def _verify_dcp(place: str) -> int:
 
 def _surveys(places: Sequence[str]) -> list[FolderSurvey]:
     kept, again = split_duplicates(places)
-    for entry in again:
-        click.echo(f"{escape_control(redact(entry))} was given twice, and is looked at once.", err=True)
-    return [survey_location(entry) for entry in kept]
+    for place in again:
+        click.echo(f"{escape_control(redact(place))} was given twice, and is read once.", err=True)
+    return [survey_location(place) for place in kept]
 
 
-def _claims(found: FolderSurvey) -> Iterator[str]:
-    """Yield what should be a checkpoint and is none."""
+def _folder_problems(found: FolderSurvey) -> Iterator[str]:
+    """Yield the folders that should be checkpoints and are not."""
     for other in found.others:
         if found.single or other.name.startswith("checkpoint_"):
             yield other.why if str(other.folder) in other.why else f"{other.folder}: {other.why}"
@@ -250,9 +224,9 @@ def _problems(checkpoint: CheckpointSummary, advance: Callable[[int], object]) -
 
 
 @contextmanager
-def _progress(looks: Sequence[CheckpointSummary], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
+def _progress(checkpoints: Sequence[CheckpointSummary], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
     """Show a bar of the bytes that are read."""
-    total = sum(inspect.bytes_to_read(look) for look in looks) if shown else None
+    total = sum(map(inspect.bytes_to_read, checkpoints)) if shown else None
     with bar(total, "reading", "B", wanted=None if shown else False) as visible:
         yield visible.update
 

@@ -13,7 +13,9 @@ from typing import Any
 from slipstream.checkpoint.dcp_inspect import dcp_bytes, find_dcp_parts
 from slipstream.checkpoint.dcp_metadata import DTYPE_CODES, DTYPE_SIZES, DcpTensor, read_dcp_metadata
 from slipstream.cli.checkpoint_view import content_line, tensor_lines
-from slipstream.cli.text_format import escape_control, format_count, format_size
+from slipstream.cli.text_format import format_count
+from slipstream.devices.memory import convert_bytes
+from slipstream.observability.report.text_charts import escape_control
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.object_store import is_url, local_path
 
@@ -71,7 +73,7 @@ def _code(tensor: DcpTensor) -> str:
 
 def dcp_lines(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines for a terminal."""
-    yield f"{escape_control(data['folder'])}: {format_size(data['size'])}, written by torch.distributed.checkpoint"
+    yield f"{escape_control(data['folder'])}: {convert_bytes(data['size'])}, written by torch.distributed.checkpoint"
     for part in data["parts"]:
         yield f"{part['title']} ({escape_control(part['folder'])}): {content_line(part)}"
         if "problem" in part:

@@ -19,9 +19,10 @@ import numpy
 
 from slipstream.checkpoint.inspect import CheckpointSummary, StoredTensor, read_model_tensors, read_state_part, resolve_aliases
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, ModelEntry, RankFile
-from slipstream.cli.text_format import escape_control, format_count, shorten, truncate
+from slipstream.cli.text_format import format_count, shorten, truncate
 from slipstream.files.disk import FileEntry
 from slipstream.files.safetensors_layout import ITEM_SIZE
+from slipstream.observability.report.text_charts import escape_control
 
 __all__ = [
     "DiffSection", "TensorDifference", "ValueDifference", "compare_checkpoints", "compare_stored", "compare_tensors", "compare_trees",
@@ -44,7 +45,7 @@ class TensorDifference:
     elements: int
     changed: int
     largest: float | None = None
-    """The largest absolute difference; None where there is none to tell: equal tensors, or values that cannot be subtracted."""
+    """The largest absolute difference; None for equal tensors, and for values that cannot be subtracted."""
     special: bool = False
     """Whether changed elements are NaN on a side."""
 
@@ -72,7 +73,7 @@ def compare_tensors(dtype: str, first: Iterable[bytes], second: Iterable[bytes])
             continue
         places = _changed(left, right, width)
         changed += int(places.size)
-        if dtype not in _PLAIN and dtype != "BF16":  # 8-bit floats, which numpy does not know
+        if dtype not in _PLAIN and dtype != "BF16":  # 8-bit floats, which numpy does not support
             continue
         apart = _distances(_elements(dtype, left)[places], _elements(dtype, right)[places])
         known = apart[~numpy.isnan(apart)]
@@ -179,14 +180,14 @@ class _TreeWalk:
 
 
 def _tag(node: Any) -> str:
-    """Return what kind of value a node stands for."""
+    """Return the kind of value that a node represents."""
     if isinstance(node, dict):
         return next((key for key in node if key.startswith("$")), "object")
     return "list" if isinstance(node, list) else ""
 
 
 def _children(node: Any) -> dict[str, Any] | None:
-    """Return what a container holds, by the words that come after its own place; None if it is no container."""
+    """Return the children of a container by their suffix of its path; None if it is not a container."""
     if isinstance(node, list):
         return {f"[{number}]": item for number, item in enumerate(node)}
     if not isinstance(node, dict):
@@ -298,7 +299,7 @@ def _parts(checkpoint: CheckpointSummary, manifest: Manifest) -> dict[str, _Part
     named = {f"optimizer {place}": name for place, name in enumerate(manifest.optimizers)}
     named |= {} if manifest.training is None else {"training": manifest.training}
     named |= {f"object {place}": name for place, name in enumerate(manifest.objects)}
-    named |= {f"model {model.number}, what is no tensor": model.extra for model in manifest.models if model.extra is not None}
+    named |= {f"model {model.number}, what is not a tensor": model.extra for model in manifest.models if model.extra is not None}
     named |= {f"rank {rank}": name for rank, name in sorted(manifest.ranks.items())}
     found: dict[str, _PartFiles] = {}
     for title, name in named.items():

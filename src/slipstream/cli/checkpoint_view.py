@@ -21,17 +21,10 @@ from slipstream.checkpoint.inspect import (
     size_problems,
 )
 from slipstream.checkpoint.manifest import Manifest, ModelEntry
-from slipstream.cli.text_format import (
-    escape_control,
-    format_age,
-    format_columns,
-    format_count,
-    format_number,
-    format_size,
-    format_time,
-    shorten,
-)
+from slipstream.cli.text_format import format_age, format_columns, format_count, format_number, format_time, shorten
+from slipstream.devices.memory import convert_bytes
 from slipstream.errors import CheckpointError
+from slipstream.observability.report.text_charts import escape_control
 
 __all__ = ["checkpoint_lines", "content_line", "describe_checkpoint", "describe_survey", "survey_lines", "tensor_lines"]
 
@@ -40,7 +33,7 @@ _TITLES = ("name", "step", "saved", "", "size", "processes", "metric", "whole", 
 
 
 def describe_survey(found: FolderSurvey, *, verify: bool, advance: Callable[[int], object]) -> dict[str, Any]:
-    """Return all that `ls` knows of a folder, as plain data."""
+    """Return what `ls` prints of a folder, as plain data."""
     return {
         "folder": found.given,
         "latest": found.latest,
@@ -97,7 +90,7 @@ def survey_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
     yield f"{escape_control(data['folder'])}: {format_count(len(data['checkpoints']), 'checkpoint')}"
     if data["checkpoints"]:
         rows = [_TITLES, *(_survey_row(entry, now) for entry in data["checkpoints"])]
-        yield from (f"  {line}" for line in format_columns(rows, right=(1, 4, 5, 6)))
+        yield from format_columns(rows, left=(0, 2, 3, 7, 8))
     for entry in data["checkpoints"]:
         yield from (f"  {escape_control(entry['name'])}: {escape_control(problem)}" for problem in entry["problems"])
         if entry["note"]:
@@ -109,7 +102,7 @@ def survey_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
         yield f"  `latest` says {escape_control(data['latest'])}, and there is no such checkpoint"
     for entry in data["leftovers"]:
         state = f"being saved by {entry['saving_now']}" if entry["saving_now"] else f"{entry['what']}; the next save there tidies it up"
-        yield f"  {escape_control(entry['name'])} ({format_size(entry['size'])}): {escape_control(state)}"
+        yield f"  {escape_control(entry['name'])} ({convert_bytes(entry['size'])}): {escape_control(state)}"
     for entry in data["others"]:
         yield f"  no checkpoint: {escape_control(entry['why'])}"
 
@@ -123,7 +116,7 @@ def _survey_row(entry: dict[str, Any], now: datetime.datetime) -> tuple[str, ...
         step,
         format_time(created),
         format_age(created, now),
-        format_size(entry["size"]),
+        convert_bytes(entry["size"]),
         str(entry["processes"]),
         metric,
         whole,
@@ -135,7 +128,7 @@ _MANY = 24
 
 
 def describe_checkpoint(checkpoint: CheckpointSummary, shown: str, *, tensors: bool) -> dict[str, Any]:
-    """Return all that is known of a checkpoint, as plain data; with `tensors`, every tensor too."""
+    """Return what `show` prints of a checkpoint, as plain data; with `tensors`, every tensor too."""
     manifest = checkpoint.manifest
     assert manifest is not None
     ranks = sorted({*manifest.ranks, *checkpoint.ranks()})
@@ -187,17 +180,16 @@ def _part(checkpoint: CheckpointSummary, name: str, tensors: bool, more: Callabl
 
 
 def _counted(stored: Iterable[StoredTensor], listed: bool) -> dict[str, Any]:
-    """Return how many tensors of which types, and how large."""
+    """Return the number of tensors, their dtypes and sizes."""
     dtypes: dict[str, int] = {}
     tensors = elements = held = 0
     rows = []
-    for entry in stored:
-        inside = math.prod(entry.entry.shape)
-        tensors, elements, held = tensors + 1, elements + inside, held + entry.size
-        dtypes[entry.entry.dtype] = dtypes.get(entry.entry.dtype, 0) + inside
-        rows.append(
-            {"name": entry.entry.name, "dtype": entry.entry.dtype, "shape": list(entry.entry.shape), "file": ", ".join(entry.files)}
-        )
+    for tensor in stored:
+        entry = tensor.entry
+        count = math.prod(entry.shape)
+        tensors, elements, held = tensors + 1, elements + count, held + tensor.size
+        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
+        rows.append({"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "file": ", ".join(tensor.files)})
     return {"tensors": tensors, "elements": elements, "bytes": held, "dtypes": dtypes, **({"tensor_list": rows} if listed else {})}
 
 
@@ -231,7 +223,7 @@ def checkpoint_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[s
     age = format_age(data["created"], now)
     facts = {
         "saved": f"{format_time(data['created'])}{f' ({age})' if age else ''} by {data['written_by']}",
-        "size": f"{format_size(data['size'])} in {format_count(len(data['files']), 'file')}",
+        "size": f"{convert_bytes(data['size'])} in {format_count(len(data['files']), 'file')}",
         "processes": f"{data['world']}, strategy {data['strategy']}{_mesh(data['mesh'])}",
         "metric": format_number(data["metric"]),
         "random states": _ranks(data),
@@ -262,7 +254,7 @@ def checkpoint_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[s
             yield f"{title} ({escape_control(entry['file'])}, {content_line(entry)}){held}"
             yield from tensor_lines(entry)
     for name in data["other_files"]:
-        yield f"file {escape_control(name)}: {format_size(data['files'][name])}"
+        yield f"file {escape_control(name)}: {convert_bytes(data['files'][name])}"
 
 
 def _mesh(mesh: Mapping[str, int]) -> str:
@@ -282,7 +274,7 @@ def content_line(entry: dict[str, Any], elements: str = "elements") -> str:
     if not entry["tensors"]:
         return "no tensors"
     dtypes = ", ".join(sorted(entry["dtypes"]))
-    return f"{format_count(entry['tensors'], 'tensor')}, {entry['elements']:,} {elements} ({dtypes}), {format_size(entry['bytes'])}"
+    return f"{format_count(entry['tensors'], 'tensor')}, {entry['elements']:,} {elements} ({dtypes}), {convert_bytes(entry['bytes'])}"
 
 
 def tensor_lines(entry: dict[str, Any]) -> Iterator[str]:

@@ -62,7 +62,7 @@ def command(context: click.Context, config_file: str | None, settings: tuple[str
         values = _with_settings(values, settings)
         _announce(path)
     elif sys.stdin is not None and sys.stdin.isatty():
-        click.echo(f"The answers go to {path}. Enter keeps what stands in brackets.\n")
+        click.echo(f"The answers are written to {path}. Enter keeps the value in brackets.\n")
         values = interview(_prompt, values)
     else:
         raise ConfigError(
@@ -168,7 +168,7 @@ def _existing(path: Path) -> dict[str, Value]:
     reading: ConfigFile = parse_config_file(read_file(path), str(path))
     if reading.foreign:
         raise ConfigError(
-            f"The file {path} is one of `accelerate config`.\nTurn it into one of ours first: slipstream config update --config_file {path}"
+            f"The file {path} is one of `accelerate config`.\nConvert it first: slipstream config update --config_file {path}"
         )
     return {name: choice.value for name, choice in reading.choices.items()}
 
@@ -195,7 +195,7 @@ def _with_settings(existing: Mapping[str, Value], settings: Iterable[str]) -> di
 
 
 def _announce(path: Path) -> None:
-    """Say which file is about to be written."""
+    """Print which file is about to be written."""
     click.echo(f"This writes {path} (--config_file FILE chooses another place).")
 
 

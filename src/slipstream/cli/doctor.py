@@ -151,7 +151,7 @@ def _welcome(line: _JsonConnection, me: MachineInfo, present: dict[int, MachineI
 
 def _refusal(machine: MachineInfo, me: MachineInfo, present: dict[int, MachineInfo]) -> str | None:
     if machine.num_machines != me.num_machines:
-        return f"{machine.host} was told num_machines={machine.num_machines}, machine 0 was told {me.num_machines}"
+        return f"{machine.host} has num_machines={machine.num_machines}, machine 0 has {me.num_machines}"
     if machine.machine_rank in present:
         return f"{machine.host} and {present[machine.machine_rank].host} both have machine_rank {machine.machine_rank}"
     if not 0 <= machine.machine_rank < me.num_machines:
@@ -233,7 +233,7 @@ def _parse_machine(data: dict[str, Any]) -> MachineInfo:
 _NOTICEABLE: Final = 1.0
 """Seconds: logs of several machines no longer sort."""
 _DANGEROUS: Final = 10.0
-"""Seconds: torch's dynamic rendezvous compares heartbeats by wall clock and gives a machine up after 15 s without one."""
+"""Seconds: torch's dynamic rendezvous compares heartbeats by wall clock and considers a machine lost after 15 s without one."""
 
 
 def single_machine_findings() -> Iterator[DoctorFinding]:
@@ -294,7 +294,7 @@ def _clocks(meeting: MeetingResult) -> DoctorFinding:
     remedy = "start a time service on every machine: systemctl enable --now chronyd (or systemd-timesyncd)"
     if apart - error < _DANGEROUS:
         return DoctorFinding("clocks", "warning", f"{text}: {who}; logs of the machines will not sort", remedy)
-    return DoctorFinding("clocks", "error", f"{text}: {who}; an elastic rendezvous would take live machines for dead", remedy)
+    return DoctorFinding("clocks", "error", f"{text}: {who}; an elastic rendezvous would consider live machines lost", remedy)
 
 
 _FLAGS: Final = (
@@ -335,9 +335,9 @@ def _with_cluster_options(config: Config, environ: Mapping[str, str]) -> tuple[C
         "main_process_ip": process.master_addr,
         "main_process_port": process.master_port,
     }
-    unsaid = {name: value for name, value in known.items() if config.origin(name).kind == "default"}
+    not_given = {name: value for name, value in known.items() if config.origin(name).kind == "default"}
     text = f"{process.cluster}: machine {process.node_rank} of {process.num_nodes}"
-    return config.replace(caller=process.cluster, **unsaid), [DoctorFinding("rank variables", "ok", text)]
+    return config.replace(caller=process.cluster, **not_given), [DoctorFinding("rank variables", "ok", text)]
 
 
 def _meet(config: Config, seconds: float) -> MeetingResult:
@@ -379,7 +379,7 @@ def _verdict(findings: list[DoctorFinding]) -> str:
     errors = sum(finding.level == "error" for finding in findings)
     warnings = sum(finding.level == "warning" for finding in findings)
     if errors:
-        return f"{errors} of {len(findings)} checks found something that has to be put right."
+        return f"{errors} of {len(findings)} checks found something that must be fixed."
     if warnings:
         return f"Jobs can run here; {warnings} of {len(findings)} checks found something that may disturb them."
     return f"All {len(findings)} checks are fine."
@@ -394,13 +394,13 @@ def _with_flags(command: click.Command) -> click.Command:
 
 
 @_with_flags
-@click.command(name="doctor", short_help="Look for what keeps jobs from running here, and say what helps.")
+@click.command(name="doctor", short_help="Look for problems that keep jobs from running here, with remedies.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--wait", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Seconds to wait for other machines."
 )
 def command(as_json: bool, wait: float, **flags: Any) -> None:
-    """Look for what keeps jobs from running here, and say what helps.
+    """Look for problems that keep jobs from running here, with remedies.
 
     With --num_machines, run it on every machine at the same time, each with its own --machine_rank.
     """

@@ -450,7 +450,7 @@ def _check_main_process(facts: MachineFacts) -> _Result:
         return _error(f"{shown}, which every machine takes for itself", "give the address of machine 0 in the common network")
     if facts.machine_rank == 0 and not own & set(facts.main_addresses):
         return _warning(
-            f"{shown}, which is no address of this machine, although its machine_rank is 0",
+            f"{shown}, which is not an address of this machine, although its machine_rank is 0",
             "give an address of machine 0, or start this machine with another --machine_rank",
         )
     return _ok(shown)

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any, Final
 
 import click
@@ -22,9 +23,11 @@ import click
 from slipstream.big_models.estimate.rank_memory import resolve_mesh
 from slipstream.big_models.estimate.report import Estimate, EstimateOptions, estimate
 from slipstream.big_models.estimate.tensors import OPTIMIZERS, WEIGHT_DTYPES, parse_weight_dtype
-from slipstream.cli.text_format import escape_control, format_columns, format_count, format_size
+from slipstream.cli.text_format import format_columns, format_count
 from slipstream.config.sources import environment
+from slipstream.devices.memory import convert_bytes
 from slipstream.errors import ConfigError
+from slipstream.observability.report.text_charts import escape_control
 
 __all__ = ["command"]
 
@@ -32,32 +35,30 @@ _UNKNOWN: Final = "?"
 
 
 class _Several(click.Option):
-    """An option with one or more values behind it: `--dtypes float32 int8`, `--dtypes float32,int8`, or given again and again."""
+    """An option with one or more values: `--dtypes float32 int8`, `--dtypes float32,int8`, or the option repeated."""
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         super().add_to_parser(parser, ctx)
         for option in self.opts:
             entry = parser._long_opt[option]
-            entry.process = self._taking_more(entry.process, ctx)
-
-    def _taking_more(self, process: Any, ctx: click.Context) -> Any:
-        def take(value: str, state: Any) -> None:
-            process(value, state)
-            while state.rargs and _names_types(state.rargs[0]):
-                process(state.rargs.pop(0), state)
-
-        return take
+            entry.process = partial(_process_all, entry.process)
 
 
-def _names_types(word: str) -> bool:
-    """Whether a word that follows a type is one more: a type, or nearly one; what follows may be the model."""
+def _process_all(process: Any, value: str, state: Any) -> None:
+    """Process a value of the option and all dtypes that follow it; any other word may be the model."""
+    process(value, state)
+    while state.rargs and _is_dtypes(state.rargs[0]):
+        process(state.rargs.pop(0), state)
+
+
+def _is_dtypes(word: str) -> bool:
     try:
-        return bool([parse_weight_dtype(entry) for entry in word.split(",")])
+        return bool([parse_weight_dtype(name) for name in word.split(",")])
     except ConfigError:
         return False
 
 
-@click.command(name="estimate", short_help="Say how much memory a model takes, before it is loaded.")
+@click.command(name="estimate", short_help="Estimate the memory of a model before it is loaded.")
 @click.argument("model", metavar="MODEL")
 @click.option(
     "--dtypes", cls=_Several, multiple=True, metavar="TYPE...", help=f"One or more of {', '.join(WEIGHT_DTYPES)}.  [default: all]"
@@ -93,7 +94,7 @@ def command(
     library: str | None,
     as_json: bool,
 ) -> None:
-    """Say how much memory a model takes, before it is loaded.
+    """Estimate the memory of a model before it is loaded.
 
     MODEL is a folder (config.json, weights, or a checkpoint), a config.json, a
     file of weights, an entry point (package.module:function or
@@ -111,7 +112,7 @@ def command(
     """
     for flag, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length), ("--num_processes", num_processes)):
         if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value}: there has to be at least one.\nWrite a whole number above zero.")
+            raise ConfigError(f"{flag} {value}: it must be at least 1.\nWrite a whole number above zero.")
     if library == "timm":
         raise ConfigError(
             "--library-name timm: names of timm are not looked up on the hub.\n"
@@ -130,7 +131,7 @@ def command(
         measure=measure,
         mesh=resolve_mesh(num_processes, dp_replicate, dp_shard, training=only != "inference"),
     )
-    with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
+    with redirect_stdout(sys.stderr):  # output of the user's code is not part of the estimate
         found = estimate(model, settings, environment())
     if as_json:
         click.echo(json.dumps(found.plain(), indent=2))
@@ -140,7 +141,7 @@ def command(
 
 
 def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
-    stored = ", ".join(f"{format_size(number)} of {dtype}" for dtype, number in list(found.stored.items())[:3])
+    stored = ", ".join(f"{convert_bytes(number)} of {dtype}" for dtype, number in list(found.stored.items())[:3])
     yield (
         f"{escape_control(found.model)} ({found.kind}): {format_count(found.parameters, 'parameter')} in "
         f"{format_count(found.tensors, 'tensor')}, {stored}"
@@ -161,10 +162,10 @@ def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
     for device, free in found.devices.items():
         runs = [row.dtype for row in found.inference if row.total <= free]
         trains = [row.precision for row in found.training if row.total <= free]
-        asked = [("runs in", found.inference, runs), ("trains in", found.training, trains)]
-        said = "; ".join(f"{what} {', '.join(names) if names else 'none of these'}" for what, rows, names in asked if rows)
+        verdicts = [("runs in", found.inference, runs), ("trains in", found.training, trains)]
+        verdict = "; ".join(f"{verb} {', '.join(names) if names else 'none of these'}" for verb, rows, names in verdicts if rows)
         unsure = None in [*(row.activations for row in found.inference), *(row.activations for row in found.training)]
-        yield f"{device} has {format_size(free)} free: {said or 'nothing was asked'}{', without activations' if unsure else ''}"
+        yield f"{device} has {convert_bytes(free)} free: {verdict}{', without activations' if unsure else ''}"
     yield from (escape_control(note) for note in found.notes)
 
 
@@ -182,7 +183,7 @@ def _sharded_text(found: Estimate) -> Iterator[str]:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    cells = [[str(row[0]), *(_UNKNOWN if value is None else format_size(value) for value in row[1:])] for row in rows]
+    cells = [[str(row[0]), *(_UNKNOWN if value is None else convert_bytes(value) for value in row[1:])] for row in rows]
     for cell in cells:
         cell[-1] = f"> {cell[-1]}" if _UNKNOWN in cell else cell[-1]
-    return [f"  {line}" for line in format_columns([list(titles), *cells], right=range(1, len(titles)))]
+    return format_columns([list(titles), *cells], left=[0])

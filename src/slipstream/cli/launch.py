@@ -18,7 +18,7 @@ from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
 from slipstream.launch.plan import LaunchPlan, MachineSpec, Target, TargetKind, VisibleAccelerators, describe_plan, make_plan
 from slipstream.launch.slurm import fill_from_slurm
-from slipstream.launch.worker import end_interpreter
+from slipstream.launch.worker_main import end_interpreter
 
 __all__ = ["command"]
 

@@ -15,7 +15,7 @@ from typing import Final
 import click
 
 from slipstream.config.names import nearest
-from slipstream.errors import ConfigError, LaunchError, SlipstreamError
+from slipstream.errors import CheckpointError, ConfigError, LaunchError, SlipstreamError
 from slipstream.public_names import COMMANDS as ABSENT_COMMANDS, absence_message
 
 __all__ = ["cli", "main"]
@@ -27,12 +27,12 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "to-fsdp2": "Rewrite a configuration file of FSDP version 1 for version 2.",
         "env": "Describe this machine and installation, for a bug report.",
         "test": "Check that processes here can work together, and train.",
-        "merge-weights": "Make one file of weights that lie in several.",
-        "checkpoint": "Look into checkpoints: list, verify, show, compare.",
+        "merge-weights": "Merge weights in several files into one file.",
+        "checkpoint": "Inspect checkpoints: list, verify, show, compare.",
         "report": "Make a page of curves, times and settings of one or several runs.",
-        "watch": "Show runs while they go on, in a browser or in the terminal.",
-        "estimate": "Say how much memory a model takes, before it is loaded.",
-        "doctor": "Look for what commonly goes wrong on a machine, with remedies.",
+        "watch": "Show runs in progress, in a browser or in the terminal.",
+        "estimate": "Estimate the memory of a model before it is loaded.",
+        "doctor": "Look for common problems of a machine, with remedies.",
     }
 )
 
@@ -97,9 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = cli.main(list(arguments) if arguments is not None else None, prog_name="slipstream", standalone_mode=False)
     except ConfigError as error:
-        return _print_error(str(error), 2)
+        return _print_error(_escape(str(error)), 2)
     except LaunchError as error:
         return _print_error(str(error), error.exit_code)
+    except CheckpointError as error:
+        return _print_error(_escape(str(error)), 1)
     except SlipstreamError as error:
         return _print_error(str(error), 1)
     except click.ClickException as error:
@@ -107,9 +109,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output is gone, which is no failure
+        sys.stderr.close()  # the reader of our output is gone, which is not a failure
         return 141
     return code if isinstance(code, int) else 0
+
+
+def _escape(message: str) -> str:
+    """Escape control characters in text that may come from a file."""
+    from slipstream.observability.report.text_charts import escape_control
+
+    return "\n".join(map(escape_control, message.split("\n")))
 
 
 def _print_error(message: str, exit_code: int) -> int:

@@ -7,7 +7,7 @@ import click
 __all__ = ["command"]
 
 
-@click.command(name="merge-weights", short_help="Make one file of weights that lie in several.")
+@click.command(name="merge-weights", short_help="Merge weights in several files into one file.")
 @click.argument("folder", type=click.Path())
 @click.argument("output", type=click.Path())
 @click.option("--unsafe_serialization", "--unsafe-serialization", "unsafe", is_flag=True, help="Write pytorch_model.bin, by torch.save.")
@@ -19,7 +19,7 @@ __all__ = ["command"]
     help="Delete the files that were merged, and their folder if nothing else is in it.",
 )
 def command(folder: str, output: str, unsafe: bool, remove: bool) -> None:
-    """Make one file of weights that lie in several.
+    """Merge weights in several files into one file.
 
     FOLDER holds the files and their index, or a checkpoint. OUTPUT is a folder for model.safetensors, or the path of a file.
     """

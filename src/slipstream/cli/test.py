@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ import click
 from slipstream.cli.launch import command as launch_command
 from slipstream.config import Config, resolve
 from slipstream.errors import ConfigError
-from slipstream.launch.workers import tie_to_parent
+from slipstream.launch.worker_processes import die_with_parent
 
 __all__ = ["command"]
 
@@ -51,7 +52,7 @@ def _command_line(arguments: Sequence[str], config: Config, report: Path) -> lis
 
 def _run(command_line: Sequence[str], *, stdout: int | None) -> int:
     """Return the exit code of the job; an interrupt reaches the launcher by itself, which then ends the job."""
-    with subprocess.Popen(command_line, stdout=stdout, preexec_fn=tie_to_parent(os.getpid())) as process:
+    with subprocess.Popen(command_line, stdout=stdout, preexec_fn=partial(die_with_parent, os.getpid())) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from slipstream.devices.memory import convert_bytes
+from slipstream.observability.report.text_charts import align_columns, escape_control
 
-__all__ = [
-    "escape_control", "format_age", "format_columns", "format_count", "format_number", "format_size", "format_time", "parse_time",
-    "shorten", "truncate",
-]
-
-
-def escape_control(value: object) -> str:
-    r"""Return the text of a value, with everything that a terminal would obey written out.
-
-    >>> escape_control("model\x1b[2J")
-    'model\\x1b[2J'
-    """
-    text = str(value)
-    return text if text.isprintable() else "".join(entry if entry.isprintable() else repr(entry)[1:-1] for entry in text)
+__all__ = ["format_age", "format_columns", "format_count", "format_number", "format_time", "parse_time", "shorten", "truncate"]
 
 
 def truncate(text: object, longest: int) -> str:
-    """Return a text in at most so many characters, with control characters escaped."""
+    """Return a text cut to `longest` characters, with control characters escaped."""
     shown = escape_control(text)
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
 
 
 def shorten(value: object, longest: int = 60) -> str:
-    """Return the repr of a value in at most so many characters.
+    """Return the repr of a value cut to `longest` characters.
 
     >>> shorten("x" * 100, 10)
     "'xxxxxx..."
@@ -38,25 +25,13 @@ def shorten(value: object, longest: int = 60) -> str:
     return truncate(repr(value), longest)
 
 
-def format_columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Return the rows as aligned lines; the columns numbered in `right` are aligned to the right.
+def format_columns(rows: Iterable[Sequence[str]], *, left: Collection[int]) -> list[str]:
+    """Return the rows as indented, aligned lines with control characters escaped; columns in `left` are aligned to the left.
 
-    >>> format_columns([("step", "name"), ("7", "first")], right=[0])
-    ['step  name', '   7  first']
+    >>> format_columns([("step", "name"), ("7", "first")], left=[1])
+    ['  step  name', '     7  first']
     """
-    texts = [[escape_control(cell) for cell in row] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(*texts, strict=True)]
-    lines = []
-    for row in texts:
-        pairs = enumerate(zip(row, widths, strict=True))
-        cells = [cell.rjust(width) if place in right else cell.ljust(width) for place, (cell, width) in pairs]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def format_size(count: int) -> str:
-    """Return a number of bytes in words."""
-    return convert_bytes(count)
+    return [f"  {line}" for line in align_columns([[escape_control(cell) for cell in row] for row in rows], left)]
 
 
 def format_count(number: int, text: str, many: str | None = None) -> str:
@@ -74,7 +49,7 @@ def format_number(value: float | None) -> str:
 
 
 def parse_time(created: str) -> datetime.datetime | None:
-    """Return the time that a manifest says, if it can be understood."""
+    """Return the time in a manifest; None if it is not in ISO format."""
     try:
         found = datetime.datetime.fromisoformat(created)
     except ValueError:
@@ -83,11 +58,11 @@ def parse_time(created: str) -> datetime.datetime | None:
 
 
 def format_time(created: str) -> str:
-    """Return the time of a save, in the time of this machine; as it stands if it cannot be understood."""
+    """Return the time of a save in local time; unchanged if it is not in ISO format."""
     found = parse_time(created)
     try:
         return shorten(created, 25) if found is None else found.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):  # years that no clock of this machine shows
+    except (OverflowError, OSError, ValueError):  # a year that this machine does not support
         return shorten(created, 25)
 
 

@@ -20,14 +20,14 @@ from slipstream.observability.report.text_charts import escape_control
 __all__ = ["command"]
 
 
-@click.command(name="watch", short_help="Show runs while they go on, in a browser or in the terminal.")
+@click.command(name="watch", short_help="Show runs in progress, in a browser or in the terminal.")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--port", type=click.IntRange(0, 65535), help=f"Port of the page; 0 takes any that is free. Default: {DEFAULT_PORT}.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; others than this one can be reached by others.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; other machines can reach any other address.")
 @click.option("--terminal", is_flag=True, help="Show them here, without a server.")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 def command(paths: tuple[str, ...], port: int | None, host: str, terminal: bool, show: bool) -> None:
-    """Show runs while they go on.
+    """Show runs in progress.
 
     A PATH is the folder of a run, or a project_dir that has runs/ in it, or will
     have; runs that begin later are shown too. Ctrl-C ends it, and no run notices.
@@ -62,7 +62,7 @@ def _serve(server: ReportServer, show: bool, asked: bool) -> None:
     if not is_loopback(server.host):
         click.echo(
             f"Everybody who can reach {server.host} on port {server.server_port} can read these runs: curves, settings, environment, "
-            "pictures. Nothing is encrypted and nobody is asked for a password.",
+            "pictures. There is no encryption and no password.",
             err=True,
         )
     if server.watch.left_out:

@@ -128,7 +128,7 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
     (True, True)
     """
     if operation not in _OPERATIONS:
-        raise ConfigError(f"{operation!r} is no comparison; write one of {', '.join(_OPERATIONS)}")
+        raise ConfigError(f"{operation!r} is not a comparison; write one of {', '.join(_OPERATIONS)}")
     version = library_or_version if _VERSION.fullmatch(library_or_version) else version_of(library_or_version)
     if version is None:
         raise ConfigError(f"{library_or_version!r} is neither a version nor an installed library; install it or write a version")

@@ -85,7 +85,7 @@ def _check_numpy(state: Any) -> None:
     key, position = (inner.get("key"), inner.get("pos")) if isinstance(inner, Mapping) else (None, None)
     is_position = isinstance(position, int) and 0 <= position <= _NUMPY_WORDS
     if not is_position or not isinstance(key, Sized) or len(key) != _NUMPY_WORDS:
-        raise ConfigError("this is no random state of numpy: it needs 624 words and a position among them; pass what capture() gave")
+        raise ConfigError("this is not a random state of numpy: it needs 624 words and a position among them; pass what capture() gave")
 
 
 def set_seed(

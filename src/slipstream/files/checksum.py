@@ -1,6 +1,6 @@
 """Checksums of files: XXH3 with 128 bits, as hexadecimal text, of a whole file or of every mebibyte of it.
 
-Checksums find damage at the speed of memory; they are no signature against an attacker. `Digest` takes bytes in pieces and releases the
+Checksums find damage at the speed of memory; they do not protect against an attacker. `Digest` takes bytes in pieces and releases the
 interpreter lock for large ones. `BlockChecksums` takes the checksum of each block while a file is written, and `VerifiedBlockFile` reads
 only the blocks that are asked for, each of them once and verified, into memory of its own.
 """

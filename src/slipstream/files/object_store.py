@@ -108,7 +108,7 @@ class ObjectStore:
         except ValueError as problem:
             if "Protocol not known" in str(problem):
                 known = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "hf", "sftp", "hdfs", "memory", "file"))
-                raise ConfigError(f"{self.shown}: {scheme!r} is no scheme that fsspec knows; such are {known}") from None
+                raise ConfigError(f"{self.shown}: {scheme!r} is not a scheme that fsspec supports; such are {known}") from None
             raise self._failed("cannot be opened", problem) from None
         except Exception as problem:  # stores raise what their clients raise
             raise self._failed("cannot be opened", problem) from self._cause(problem)

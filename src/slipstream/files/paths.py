@@ -57,7 +57,7 @@ def check_name(name: Any, where: str) -> str:
 
 def _find_objection(name: Any) -> str | None:
     if not isinstance(name, str):
-        return f"is no text but {type(name).__name__}"
+        return f"is not text but {type(name).__name__}"
     if not name:
         return "is empty"
     if _CONTROL.search(name):
@@ -78,7 +78,7 @@ def _find_part_objection(part: str) -> str | None:
     try:
         size = len(part.encode())
     except UnicodeEncodeError:
-        return "is no valid Unicode"
+        return "is not valid Unicode"
     return f"has a part of {size} bytes, more than {LONGEST_PART}" if size > LONGEST_PART else None
 
 
@@ -278,7 +278,7 @@ def _explained(error: OSError) -> str:
         errno.EXDEV: "is a symbolic link that leads outside; it is not followed",
         errno.ENXIO: "is a pipe, a socket or a device, and only regular files are read",
         errno.EACCES: "may not be read by this user",
-        errno.ENOTDIR: "lies behind something that is no folder, or behind a symbolic link; links are not followed",
+        errno.ENOTDIR: "lies behind something that is not a folder, or behind a symbolic link; links are not followed",
     }
     return reasons.get(error.errno or 0, f"cannot be opened: {error.strerror}")
 

@@ -141,7 +141,7 @@ def read_layout(read: Callable[[int, int], bytes | bytearray | memoryview], size
         raise _refusal(where, f"its header ends after {len(text):,} of {length:,} bytes")
     content = strict_json.parse(text, f"The header of {where}", largest=LARGEST_HEADER, deepest=4, beside=size - 8 - length)
     if not isinstance(content, dict):
-        raise _refusal(where, "its header is no mapping")
+        raise _refusal(where, "its header is not a mapping")
     metadata = _metadata(content.pop(_METADATA, {}), where)
     found = sorted((_entry(name, said, where) for name, said in content.items()), key=lambda entry: (entry.start, entry.end))
     _check_order(found, size - 8 - length, where)
@@ -150,7 +150,7 @@ def read_layout(read: Callable[[int, int], bytes | bytearray | memoryview], size
 
 def _metadata(said: Any, where: str) -> dict[str, str]:
     if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise _refusal(where, f"its {_METADATA} is no mapping of texts")
+        raise _refusal(where, f"its {_METADATA} is not a mapping of texts")
     return said
 
 
@@ -189,4 +189,4 @@ def _check_order(entries: list[TensorEntry], size: int, where: str) -> None:
 
 
 def _refusal(where: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{where} is no safetensors file that can be trusted: {why}.")
+    return CheckpointError(f"{where} is not a safetensors file that can be trusted: {why}.")

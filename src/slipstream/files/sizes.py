@@ -26,7 +26,7 @@ def parse_size(given: Any, name: str = "max_shard_size") -> int:
     (10000000000, 1572864, 300)
     >>> parse_size("10 boxes")
     Traceback (most recent call last):
-    slipstream.errors.ConfigError: max_shard_size='10 boxes' is no size. Write a number of bytes, or a text such as "10GB" or "200MiB".
+    slipstream.errors.ConfigError: max_shard_size='10 boxes' is not a size. Write a number of bytes, or a text such as "10GB" or "200MiB".
     """
     if isinstance(given, int) and not isinstance(given, bool):
         size = given
@@ -34,7 +34,7 @@ def parse_size(given: Any, name: str = "max_shard_size") -> int:
         found = _SIZE.fullmatch(given) if isinstance(given, str) else None
         unit = None if found is None else _UNITS.get(found[2].upper())
         if found is None or unit is None:
-            raise ConfigError(f'{name}={given!r} is no size. Write a number of bytes, or a text such as "10GB" or "200MiB".')
+            raise ConfigError(f'{name}={given!r} is not a size. Write a number of bytes, or a text such as "10GB" or "200MiB".')
         if found[2].endswith("b") and len(found[2]) > 1:
             raise ConfigError(f'{name}={given!r} could mean bits. Write a capital B for bytes: "{given.strip()[:-1]}B".')
         whole, _, fraction = found[1].partition(".")

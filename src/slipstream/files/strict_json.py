@@ -49,7 +49,7 @@ def parse(
     >>> parse(b'{"step": 3, "step": 4}', "MANIFEST.json")
     Traceback (most recent call last):
         ...
-    slipstream.errors.CheckpointError: MANIFEST.json is no JSON that can be trusted: the key 'step' stands twice in one object.
+    slipstream.errors.CheckpointError: MANIFEST.json is not JSON that can be trusted: the key 'step' stands twice in one object.
     """
     if len(data) > largest:
         raise _refusal(where, f"it has {len(data):,} bytes, more than {largest:,}")
@@ -123,7 +123,7 @@ def _encoder(indent: int | None) -> json.JSONEncoder:
 
 
 def _refusal(where: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{where} is no JSON that can be trusted: {why}.")
+    return CheckpointError(f"{where} is not JSON that can be trusted: {why}.")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

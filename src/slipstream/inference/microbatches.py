@@ -33,8 +33,8 @@ def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None)
 
 
 class PipelineBatch:
-    """The arguments of one call. `cut` is that of an earlier one: for arguments of the same structure it says which tensors are cut; `note`
-    is what else the program depends on.
+    """The arguments of one call. `cut` is that of an earlier call: for arguments of the same structure it says which tensors are cut.
+    `context` is text for anything else that the traced program depends on.
 
     >>> batch = PipelineBatch((torch.ones(3, 2),), {"scale": 2.0, "bias": torch.ones(2)})
     >>> batch.rows, batch.form
@@ -47,11 +47,11 @@ class PipelineBatch:
         kwargs: Mapping[str, Any] | None,
         cut: Mapping[str, tuple[bool, ...]] | None = None,
         *,
-        note: str = "",
+        context: str = "",
     ) -> None:
         self.data = (tuple(args), dict(kwargs or {}))
         self.leaves: list[Any] = pytree.flatten(self.data)
-        self._note = note
+        self._context = context
         structure = pytree.describe_structure(self.data, _describe_leaf)
         known = (cut or {}).get(structure)
         self.is_known = known is not None
@@ -69,7 +69,7 @@ class PipelineBatch:
             raise ConfigError("a pipeline was called with a batch of no rows: pass at least one, or do not call it")
         self.rows = rows
         self.is_cut = known or tuple(has_rows(tensor, rows) for tensor in tensors)
-        """Of each tensor, whether it is cut into pieces."""
+        """For each tensor, whether it is cut into pieces."""
         self.cut = {structure: self.is_cut}
         for tensor, is_cut in zip(tensors, self.is_cut, strict=True):
             if is_cut and not has_rows(tensor, rows):
@@ -81,12 +81,12 @@ class PipelineBatch:
         spelled = pytree.describe_structure(
             self.data, lambda leaf: _describe_static(*next(supply)) if isinstance(leaf, torch.Tensor) else repr(leaf)
         )
-        self.form = spelled + note
-        """What has to be the same for a traced program to serve another call: all but the number of rows and the values."""
+        self.form = spelled + context
+        """Equal for calls that can use the same traced program: everything but the number of rows and the values."""
 
     def read_as(self, is_cut: tuple[bool, ...]) -> PipelineBatch:
         """Return the same arguments with these tensors cut."""
-        return PipelineBatch(*self.data, dict.fromkeys(self.cut, is_cut), note=self._note)
+        return PipelineBatch(*self.data, dict.fromkeys(self.cut, is_cut), context=self._context)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors in the order that all processes use, detached."""
@@ -114,7 +114,7 @@ class PipelineBatch:
         return any(leaf.requires_grad for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def shapes(self, rows: int) -> list[tuple[torch.Size, torch.dtype]]:
-        """Return shape and dtype of every tensor in a microbatch of so many rows; what is not cut has one row, the whole of it."""
+        """Return shape and dtype of every tensor in a microbatch of `rows` rows; a tensor that is not cut is one row."""
         pairs = zip(self.tensors(), self.is_cut, strict=True)
         return [(torch.Size((rows, *tensor.shape[1:]) if cut else (1, *tensor.shape)), tensor.dtype) for tensor, cut in pairs]
 
@@ -128,7 +128,7 @@ class PipelineBatch:
         ]
 
     def count(self, rows: int) -> int:
-        """Return the number of microbatches of so many rows."""
+        """Return the number of microbatches of `rows` rows."""
         return -(-self.rows // rows)
 
     def build(self) -> _Build:
@@ -149,7 +149,7 @@ def _count_rows(leaves: Iterable[Any]) -> int | None:
 
 
 def has_rows(leaf: Any, rows: int) -> bool:
-    """Return whether a leaf is a tensor with so many rows."""
+    """Return whether a leaf is a tensor with `rows` rows."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
@@ -170,7 +170,7 @@ def _describe_static(tensor: torch.Tensor, is_cut: bool) -> str:
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a tensor with its last row repeated until it has so many.
+    """Return a tensor padded to `rows` rows by repeating its last row.
 
     >>> pad_rows(torch.tensor([1, 2]), 4)
     tensor([1, 2, 2, 2])

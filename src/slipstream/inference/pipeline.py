@@ -6,8 +6,8 @@ on the last process, or on all with `gather_output=True`. All processes call wit
 call that compares shapes, and a process that fails in its stage ends the waits of the others. One process runs the plain model. There are
 no gradients.
 
-A program is traced for microbatches of a fixed number of rows; later batches are cut into as many as they need. Inputs of another form
-are traced when they first come; the last 16 programs are kept.
+A program is traced for microbatches of a fixed number of rows; later batches are cut into as many as they need. Inputs of a new form are
+traced on their first call; the last 16 programs are kept.
 """
 
 from __future__ import annotations
@@ -137,16 +137,16 @@ class Pipeline:
         """Return the batch, when every process has one of this form and size."""
         state = self._state
         try:
-            batch = self._resolve(PipelineBatch(args, kwargs, self._cut, note=describe_autocast(self.device)))
+            batch = self._resolve(PipelineBatch(args, kwargs, self._cut, context=describe_autocast(self.device)))
         except ConfigError as error:
             raise announce_failure(state.channel(), state.limits, _STEP, error) from None
         _check_same(state, _STEP, f"{batch.rows} rows of {batch.form}")
         if batch.needs_gradients:
-            self._logger.warning_once("a pipeline is for inference: its output carries no gradients, although an input asks for them")
+            self._logger.warning_once("a pipeline is for inference: its output has no gradients, although an input requires them")
         return batch
 
     def _resolve(self, batch: PipelineBatch) -> PipelineBatch:
-        """Return a batch of another structure than the example's with what is cut of it resolved; once for each form."""
+        """Resolve which tensors are cut in a batch whose structure differs from the example's; once for each form."""
         if batch.is_known or sum(batch.is_cut) < 2:
             return batch
         key = f"{batch.rows} {batch.form}"
@@ -160,7 +160,7 @@ class Pipeline:
     def _give_up(self, error: BaseException) -> None:
         """End the waits of the other processes, which need the output of this stage."""
         if not self._state.runtime.is_open:
-            return  # nobody waits in a group that is closed
+            return  # no rank waits in a closed group
         channel: Any = self._state.channel()
         reason = f"rank {self._state.process_index} failed in its stage with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         channel.heartbeat.post("gave_up", generation=channel.generation, call=_STEP, because=reason)
@@ -184,7 +184,7 @@ def _failure_announced(state: AcceleratorState) -> Iterator[None]:
 
 
 def find_stage_device(state: AcceleratorState) -> torch.device:
-    """Return where the stage of this process runs: its device, unless the group uses the backend of another family."""
+    """Return the device of this process's stage: its own device, unless the group uses the backend of a different device family."""
     settings = state.runtime.settings
     return state.device if settings is None or settings.backend == state.backend else torch.device(CPU.type)
 
@@ -196,7 +196,7 @@ def describe_autocast(device: torch.device) -> str:
 
 @contextmanager
 def original_forward(model: torch.nn.Module) -> Iterator[None]:
-    """Give a prepared model its original forward inside of the block."""
+    """Restore the original forward of a prepared model inside the block."""
     prepared = vars(model).pop("forward", None)
     original = getattr(prepared, "__wrapped__", None)
     if original is not None and getattr(original, "__func__", None) is not type(model).forward:
@@ -224,7 +224,7 @@ class _StageProgram:
         found = [(tensor.shape, tensor.dtype) for tensor in given]
         if found != self.traced.gives:
             raise StateError(
-                f"a stage gives {found}, which was traced as {self.traced.gives}: what it gives depends on values. Cut elsewhere."
+                f"a stage returned {found}, which was traced as {self.traced.gives}: its output depends on values. Cut elsewhere."
             )
 
     def run(self, tensors: list[torch.Tensor], count: int) -> list[torch.Tensor] | None:
@@ -257,11 +257,10 @@ def prepare_pippy(
 ) -> torch.nn.Module:
     """Cut a model into one stage per process and return it, to be called by all of them with the same arguments.
 
-    `split_points`: "auto" for stages of sizes that are as even as can be, or the names of the modules at whose beginning a new stage
-    begins, one fewer than there are processes. `example_args` and `example_kwargs` show what the model is called with; their number of
-    rows, divided into `num_chunks` pieces (by default as many as processes), is the size of piece that the stages work on. Give
-    an example as large as the batches that follow: more rows are more pieces. Only the last process gets the output, and the others None,
-    unless `gather_output` is true.
+    `split_points`: "auto" for stages that are as even as possible, or the names of the modules at which a new stage begins, one fewer than
+    there are processes. `example_args` and `example_kwargs` are example inputs; their number of rows, divided into `num_chunks` pieces (by
+    default as many as processes), is the size of the microbatches. Give an example as large as the batches that follow: larger batches
+    take more microbatches. Only the last process gets the output, and the others None, unless `gather_output` is true.
 
     The weights of the other stages are freed: they become tensors on the meta device.
 
@@ -277,7 +276,7 @@ def prepare_pippy(
         model.eval()
         logger.warning("%s was in training mode: a pipeline is for inference, so it is in eval mode now", type(model).__name__)
     if getattr(model, "pippy_stage", None) is not None:
-        raise ConfigError("this model is a pipeline already, and its other stages are gone: make it again to cut it in another way")
+        raise ConfigError("this model is a pipeline already, and its other stages are gone: build it again to cut it differently")
     if not state.use_distributed:
         model.hf_split_points = []  # type: ignore[assignment]  # any attribute may be put on a module
         return _replace_forward(model, torch.no_grad()(model.forward))
@@ -313,7 +312,7 @@ def build_pipeline(
         raise ConfigError("build_pipeline needs two processes or more; one runs the model as it is (prepare_pippy does)")
     device = find_stage_device(state)
     with _failure_announced(state), original_forward(model):
-        batch = resolve_rows(model, PipelineBatch(args, kwargs, note=describe_autocast(device)), device)
+        batch = resolve_rows(model, PipelineBatch(args, kwargs, context=describe_autocast(device)), device)
         points = _checked_split_points(model, split_points, state.num_processes)
         pipeline = Pipeline(model, points, _chunks(num_chunks, state), state)
     pipeline.prepare(batch)
@@ -325,7 +324,7 @@ def build_pipeline(
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
     """Call a pipeline's `step` with rows padded to a multiple of `num_chunks`, and drop the padding from the output.
 
-    With `gather_output` the output of the last process is given to all.
+    With `gather_output` every process gets the output of the last one.
     """
     rows = find_pippy_batch_size(args, kwargs)
     if rows is None:
@@ -372,7 +371,8 @@ def _checked_split_points(model: torch.nn.Module, given: str | Sequence[str], co
     known = dict(model.named_modules(remove_duplicate=False))
     for name in points:
         if name not in known or name == "":
-            raise ConfigError(f"split_points names {name!r}, which is no module of this {type(model).__name__}. {_hint(str(name), known)}")
+            hint = _hint(str(name), known)
+            raise ConfigError(f"split_points names {name!r}, which is not a module of this {type(model).__name__}. {hint}")
         if points.count(name) > 1:
             raise ConfigError(f"split_points names {name!r} twice: a stage begins there once")
     if len(points) != count - 1:

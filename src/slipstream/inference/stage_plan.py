@@ -68,7 +68,7 @@ def _outside(model: torch.nn.Module, blocks: Collection[str]) -> list[str]:
 def _limits(max_memory: Mapping[Any, int | str] | None, count: int) -> dict[int, int]:
     unknown = [key for key in max_memory or {} if key not in range(count)]
     if unknown:
-        raise ConfigError(f"max_memory names {unknown[0]!r}, which is no stage: {count} processes have the stages 0 to {count - 1}")
+        raise ConfigError(f"max_memory names {unknown[0]!r}, which is not a stage: {count} processes have the stages 0 to {count - 1}")
     return {int(stage): parse_size(size, f"max_memory[{stage}]") for stage, size in (max_memory or {}).items()}
 
 

@@ -52,11 +52,11 @@ class TracedStage:
 
     rows: int
     info: Any
-    """What torch knows of the whole pipeline."""
+    """torch's description of the whole pipeline."""
     module: torch.nn.Module
     """The stage of this process."""
     gives: list[tuple[torch.Size, torch.dtype]]
-    """What the stage of this process gives for one piece."""
+    """The outputs of this process's stage for one microbatch."""
     inputs: list[int]
     """Which tensors of a call the first stage takes."""
     names: list[frozenset[str]]
@@ -81,37 +81,37 @@ class TracedStage:
 
 
 class _FlatModel(torch.nn.Module):
-    """The model as a function of tensors; notes the structure of what it gives."""
+    """The model as a function of tensors; `record` is called with the output."""
 
-    def __init__(self, model: torch.nn.Module, batch: PipelineBatch, note: Callable[[Any], None]) -> None:
+    def __init__(self, model: torch.nn.Module, batch: PipelineBatch, record: Callable[[Any], None]) -> None:
         super().__init__()
         self.model = model
         self._build = batch.build()
         self._cut = batch.is_cut
-        self._note = note  # not an attribute that changes: the tracer would put that back
+        self._record = record  # a callback, because the tracer would restore a changed attribute
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self._build(
             [tensor.view(tensor.shape) if cut else tensor[0] for tensor, cut in zip(tensors, self._cut, strict=True)]
         )
         output = self.model(*args, **kwargs)
-        self._note(output)
+        self._record(output)
         return tuple(leaf.view(leaf.shape) for leaf in pytree.flatten(output) if isinstance(leaf, torch.Tensor))
 
 
 def list_called_modules(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch.device) -> dict[str, int] | None:
     """Return the modules that are called for such a batch, in the order of their first calls, without computing anything.
 
-    None if that cannot be known without values. Errors of the model's own come out as they are.
+    Return None if that depends on values. Errors of the model are not caught.
     """
     called: dict[str, int] = {}
     names = {module: name for name, module in model.named_modules()}
 
-    def note(module: torch.nn.Module, _: Any) -> None:
+    def record(module: torch.nn.Module, _: Any) -> None:
         called.setdefault(names[module], len(called))
 
     try:
-        with _hooked(list(names), note):
+        with _hooked(list(names), record):
             _run_on_fakes(model, batch, rows, device)
     except _DATA_DEPENDENT_ERRORS:
         return None
@@ -153,9 +153,9 @@ def trace(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch
             examples = _examples(batch, rows, device)
         try:
             pipe: Pipe = pipeline(program, tuple(examples))
-        except Exception as error:  # whatever the tracer met: it says so in many ways, and all mean the same
+        except Exception as error:  # the tracer reports the same problem with many types of errors
             if given:
-                _output(given[-1], rows)  # the model ran to its end: what it gives may be the reason
+                _output(given[-1], rows)  # the model ran to its end: its output may be the reason
             raise ConfigError(_untraceable(model, batch, rows, error)) from error
     _check_count(pipe, model, points, split)
     frame, is_tensor, shapes = _output(given[-1], rows)
@@ -289,20 +289,21 @@ def _untraceable(model: torch.nn.Module, batch: PipelineBatch, rows: int, error:
     )
     tensors = zip(batch.labels(model), batch.tensors(), batch.is_cut, strict=True)
     cut = [f"{name} {tuple(tensor.shape)}" for name, tensor, is_cut in tensors if is_cut]
-    said = f"Cut into pieces of {rows}, as the first dimension is that of the batch, {batch.rows}: {', '.join(cut)}."
+    pieces = f"Cut into pieces of {rows}, because the first dimension is that of the batch, {batch.rows}: {', '.join(cut)}."
     return (
         f"{type(model).__name__} cannot be cut into stages, as torch's tracer stopped{_model_line(cause)}: {type(cause).__name__}: "
         f"{reason}\n"
-        f"{advice}\n{said} A tensor that has no row per entry is recognised where the example has another number of rows than it."
+        f"{advice}\n{pieces} A tensor without a row per entry is recognised if its first dimension differs from the rows of the example."
     )
 
 
 def _model_line(error: BaseException) -> str:
     """Return the line of the model at which an error was raised."""
     inside = os.path.dirname(torch.__file__) + os.sep
-    told = extract_tb(error.__traceback__)
     frames = [
-        frame for frame in told if not is_package_frame(frame.filename) and not frame.filename.startswith((inside, "<string>", "<eval"))
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if not is_package_frame(frame.filename) and not frame.filename.startswith((inside, "<string>", "<eval"))
     ]
     return f" at {format_site(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name)}" if frames else " in its forward"
 
@@ -329,17 +330,17 @@ def _output(output: Any, rows: int) -> tuple[Any, list[bool], list[tuple[torch.S
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *STATIC_TYPES)):
             raise ConfigError(
-                f"the model gives a {type(leaf).__name__}, which cannot be put together from the pieces of a batch: only tensors can, in "
-                "lists, tuples and dicts. Have it leave that out (for a transformers model: use_cache=False)."
+                f"the model returns a {type(leaf).__name__}, which cannot be joined from the pieces of a batch: only tensors can, in "
+                "lists, tuples and dicts. Leave it out of the output (for a transformers model: use_cache=False)."
             )
     for shape, _ in shapes:
         if not shape or shape[0] != rows:
             raise ConfigError(
-                f"the model gives a tensor of shape {tuple(shape)} for {rows} rows. A batch goes through the stages in pieces, and only "
-                "outputs with one entry per row can be joined again: have the model give those, and compute means and losses from them."
+                f"the model returns a tensor of shape {tuple(shape)} for {rows} rows. A batch goes through the stages in pieces, and only "
+                "outputs with one entry per row can be joined again: return those, and compute means and losses from them."
             )
     if not shapes:
-        raise ConfigError("the model gives no tensor, so there is nothing for the last stage to give back")
+        raise ConfigError("the model returns no tensor, so the last stage has no output")
     return pytree.unflatten(output, [None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)]), is_tensor, shapes
 
 
@@ -363,7 +364,7 @@ def _connect_stages(graph: torch.fx.Graph, modules: Sequence[Any]) -> list[str]:
         call.users = dict.fromkeys(sorted(call.users, key=_index))  # torch numbers the outputs by the order of their users
         numbers = [_index(user) for user in call.users if user.target is operator.getitem]
         if numbers != list(range(len(numbers))):
-            raise ConfigError(f"a stage gives more values than the {len(numbers)} that are used: name other split points")
+            raise ConfigError(f"a stage returns more values than the {len(numbers)} that are used: name other split points")
         _send_contiguous(module)
     return [_receive_in_order(call, module, calls) for call, module in zip(calls[1:], modules[1:], strict=True)]
 
@@ -415,9 +416,9 @@ def _contiguous_like(fake: torch.Tensor) -> torch.Tensor:
 
 
 _MOST_TRIED = 5
-"""Of so many tensors every choice is tried; of more, all but one or two."""
+"""Up to this many tensors every combination is tried; with more, only those that leave out one or two."""
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""How far outputs may be apart, as a part of the largest number, by the coarsest type that takes part; others than these may 0.1."""
+"""The tolerance relative to the largest number, by the coarsest dtype involved; 0.1 for all others."""
 
 
 def resolve_rows(model: torch.nn.Module, batch: PipelineBatch, device: torch.device, *, silent: bool = False) -> PipelineBatch:
@@ -437,8 +438,8 @@ def resolve_rows(model: torch.nn.Module, batch: PipelineBatch, device: torch.dev
         ways = zip(*(reading.is_cut for reading in fitting), strict=True)
         names = [name for name, cut in zip(batch.labels(model), ways, strict=True) if len(set(cut)) > 1]
         raise ConfigError(
-            f"it cannot be told whether {' and '.join(names)} has a row for each of the {batch.rows} entries of the batch: the model runs "
-            "either way, and the weights that would tell are with other processes. Prepare it with an example that has this argument."
+            f"it is unknown whether {' and '.join(names)} has a row for each of the {batch.rows} entries of the batch: the model runs "
+            "either way, and the weights needed to find out are on other processes. Prepare it with an example that has this argument."
         )
     agreeing = _possible_readings(model, fitting, lambda tried: _disagrees(model, tried)) if len(fitting) > 1 else fitting
     chosen = (agreeing or fitting)[0]  # where none agrees, `check_rows` says how
@@ -476,7 +477,7 @@ def _readings(batch: PipelineBatch) -> Iterator[tuple[bool, ...]]:
 
 
 def _unused_row_count(model: torch.nn.Module, batch: PipelineBatch) -> int:
-    """Return a number of rows above the batch's that is no size of any tensor here, nor a multiple of one."""
+    """Return a number of rows larger than the batch's that is neither a size of any tensor here nor a multiple of one."""
     sizes = {size for tensor in (*batch.tensors(), *model.parameters(), *model.buffers()) for size in tensor.shape if size > 1}
     number = batch.rows + 1
     while number < 3 or any(number % size == 0 for size in sizes):
@@ -498,10 +499,10 @@ def check_rows(model: torch.nn.Module, batch: PipelineBatch) -> None:
     labels = list(zip(batch.labels(model), batch.is_cut, strict=True))
     cut, others = ([name for name, is_cut in labels if is_cut is wanted] for wanted in (True, False))
     raise ConfigError(
-        f"{type(model).__name__} gives other numbers for a part of the example than for all of it ({apart}), so a batch cannot go through "
-        f"its stages in pieces. Taken as rows of the batch: {', '.join(cut)} ({batch.rows} of them); as whole: "
-        f"{', '.join(others) or 'nothing'}. If that is not so, give an example whose number of rows is no other size in it; if it is, the "
-        "model mixes rows of its first dimension: call it with a batch dimension in front."
+        f"{type(model).__name__} returns different numbers for a part of the example than for all of it ({apart}), so a batch cannot go "
+        f"through its stages in pieces. Taken as rows of the batch: {', '.join(cut)} ({batch.rows} of them); as whole: "
+        f"{', '.join(others) or 'nothing'}. If that is wrong, give an example whose number of rows equals no other size in it; if it is "
+        "right, the model mixes rows of its first dimension: call it with a batch dimension in front."
     )
 
 
@@ -514,7 +515,7 @@ def _disagrees(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
     """Return why this is not how the batch is to be read."""
     try:
         return _row_difference(model, batch)
-    except Exception as error:  # of any kind: a part that does not run is no part
+    except Exception as error:  # of any type: a reading that does not run is wrong
         return f"{type(error).__name__}: {error}"
 
 
@@ -532,7 +533,7 @@ def _row_difference(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
     close = 0.1 if torch.is_autocast_enabled(here.type) else max((_TOLERANCE.get(dtype, 0.1) for dtype in types), default=0.1)
     apart = _describe_difference([tensor[-rows:] for tensor in whole], _outputs(model, batch, part), close)
     if apart is None or _describe_difference(whole, _outputs(model, batch, given), close) is not None:
-        return None  # the same; or a model that gives something else each time
+        return None  # equal, or the model is not deterministic
     return apart
 
 

@@ -58,8 +58,8 @@ from slipstream.launch.store import (
     wait_for_listener,
 )
 from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, WorkerOutput
-from slipstream.launch.worker import ERROR_FILE_VARIABLE, STACK_FILE_VARIABLE, ForkedWorker, set_environ
-from slipstream.launch.workers import (
+from slipstream.launch.worker_main import ERROR_FILE_VARIABLE, STACK_FILE_VARIABLE, ForkedWorker, set_environ
+from slipstream.launch.worker_processes import (
     KILL_AFTER,
     ProcessExit,
     StopRequested,
@@ -82,11 +82,12 @@ else:
     _Agent = object
 
 _GRACE: Final = 1.0
-"""Seconds that the survivors of a failure get to raise by themselves."""
+"""Seconds that the survivors of a failure get to raise their own errors."""
 _GRACE_BEFORE_RESTART: Final = 0.3
-_PATIENCE: Final = {signal.SIGINT: 5.0}
-_USUAL_PATIENCE: Final = 10.0
-"""Seconds that workers get to end after a signal to the launcher was passed on to them."""
+_INTERRUPT_WAIT: Final = 5.0
+"""Seconds that workers get to end after SIGINT to the launcher was passed on to them."""
+_STOP_WAIT: Final = 10.0
+"""The same for other signals."""
 _OWN_MODULES: Final = (
     "slipstream.accelerator.accelerator",
     "slipstream.observability.guards.replicas",
@@ -114,7 +115,7 @@ class Agent(_Agent):
         folder: LogFolder,
         inherited: frozenset[int],
         environment: Mapping[str, str],
-        note: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         super().__init__(spec)
         self._plan = plan
@@ -123,7 +124,7 @@ class Agent(_Agent):
         self._folder = folder
         self._inherited = inherited
         self._environment = environment
-        self._note = note
+        self._log = log
         self._host = socket.gethostname()
         self._processes = WorkerProcesses()
         self._tee = Tee()
@@ -191,9 +192,10 @@ class Agent(_Agent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End the running workers, with the signal that the launcher received if there was one. torch's timeout is not used."""
-        asked = self._requests.stop
-        patience = KILL_AFTER if asked is None else _PATIENCE.get(asked, _USUAL_PATIENCE)
-        self._processes.stop(signum=asked or death_sig, patience=patience, hurry=self._requests.hurry, wake=self._requests.wake)
+        received = self._requests.stop
+        seconds = KILL_AFTER if received is None else _INTERRUPT_WAIT if received == signal.SIGINT else _STOP_WAIT
+        kill_now, wake = self._requests.kill_requested, self._requests.wake
+        self._processes.stop(signum=received or death_sig, wait_before_kill=seconds, kill_now=kill_now, wake=wake)
         self._tee.finish()
 
     def _exit_barrier(self) -> None:
@@ -320,9 +322,9 @@ class Agent(_Agent):
         if "here" in grown:
             return "The kernel's out-of-memory killer ended it: this job used more memory than it may."
         if "host" in grown:
-            return "The kernel's out-of-memory killer was at work on this host at the time, so it was probably out of memory."
+            return "The kernel's out-of-memory killer was active on this host at the time, so it was probably out of memory."
         if not now:
-            return "SIGKILL was sent from outside; whether by the kernel's out-of-memory killer is not known here."
+            return "SIGKILL was sent from outside; it is unknown whether by the kernel's out-of-memory killer."
         return "SIGKILL was sent from outside; the kernel's out-of-memory killer has not recorded anything."
 
     def _attempt_store(self) -> Any:
@@ -348,7 +350,7 @@ class Agent(_Agent):
         is_explained = failure.error or failure.exit_code is None or "killer ended it" in failure.detail
         reason = failure.reason.rstrip(".") if is_explained else ""  # the name of a signal says that it came from outside
         notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, reason)
-        with contextlib.suppress(RuntimeError):  # nobody waits at a store that is gone
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no worker waits at it
             store.set(exit_key(failure.rank), notice.to_json())
             if alarm:
                 store.add(ALARM_KEY, 1)
@@ -364,7 +366,7 @@ class Agent(_Agent):
         followed = failure.consequence and self._read_counter(LOST_HOLDERS_KEY) > 0
         if not followed and not self._holds_items(failure.rank):
             return False
-        with contextlib.suppress(RuntimeError):  # nobody can continue without the store
+        with contextlib.suppress(RuntimeError):  # without the store no worker can continue
             store.add(FOLLOWED_LOSS_KEY if followed else LOST_HOLDERS_KEY, 1)
             return True
         return False
@@ -399,7 +401,7 @@ class Agent(_Agent):
         self._append_tracebacks()
         if restarting:
             _print_report(self._plan, _failed_result(self._plan, self.failures_by_machine()))
-            self._note(f"starting all processes again: attempt {self.attempt + 2} of {self._plan.max_restarts + 1}")
+            self._log(f"starting all processes again: attempt {self.attempt + 2} of {self._plan.max_restarts + 1}")
 
     def _append_tracebacks(self) -> None:
         """Write the traceback of each failed rank at the end of its log; the terminal shows only the first one."""
@@ -488,8 +490,8 @@ def _print_report(plan: LaunchPlan, result: LaunchResult) -> None:
     announce(result.report, as_json=plan.as_json, level=level, rank=result.rank, world=world, record=result.record)
 
 
-def _note(plan: LaunchPlan, text: str) -> None:
-    """Print a message of the launcher, unless it is to be quiet."""
+def _log(plan: LaunchPlan, text: str) -> None:
+    """Print a message of the launcher, unless the plan is quiet."""
     if not plan.quiet:
         announce(f"slipstream: {text}", as_json=plan.as_json, world=plan.num_processes)
 
@@ -531,35 +533,35 @@ def run_agent(plan: LaunchPlan) -> LaunchResult:
         finally:
             left = terminate_descendants()
             if left:
-                _note(plan, f"ended what the processes had left behind: {', '.join(left)}")
+                _log(plan, f"ended processes that the workers had left behind: {', '.join(left)}")
 
 
 def _announce_hidden_output(plan: LaunchPlan, folder: LogFolder) -> None:
-    """Say where output is that goes to files only."""
+    """Print where output is that goes to files only."""
     ranks = folder.not_shown() if plan.console == "all" else []
     if ranks:
         whose = f"local rank {', '.join(map(str, ranks))}" if len(ranks) < plan.local_processes else "the processes"
-        _note(plan, f"the terminal does not show all output of {whose} (tee={plan.tee}); it is in {folder.path}")
+        _log(plan, f"the terminal does not show all output of {whose} (tee={plan.tee}); it is in {folder.path}")
 
 
 def _reserve_port(plan: LaunchPlan) -> tuple[socket.socket, StoreAddress] | None:
-    """Take the port, or wait until machine 0 has taken it, before the slow import of torch."""
+    """Bind the port, or wait until machine 0 has bound it, before the slow import of torch."""
     spec = plan.rendezvous
     if not spec.is_own:
         return None
     timeouts = RendezvousTimeouts.read(plan)
     if plan.hosts_store:
         return open_listener(spec.host, spec.port, "main_process_port")
-    wait_for_listener(StoreAddress(spec.host, spec.port or 0), timeouts.timeout, check=lambda: None, note=partial(_note, plan))
+    wait_for_listener(StoreAddress(spec.host, spec.port or 0), timeouts.timeout, check=lambda: None, log=partial(_log, plan))
     return None
 
 
 def modules_to_preload(target: Target) -> list[str]:
     """Return the modules that the workers will need, to be imported once before they are forked.
 
-    The text of the target decides: a program that does not use Slipstream needs none of ours. The first optimizer of a process, and the
-    first DistributedDataParallel, import torch's compiler, which takes as long as torch itself; a program that sets variables of the
-    compiler has to do so before that import. The text of a module that is not found below the working directory is unknown.
+    The text of the target decides: a program that does not use Slipstream needs none of its modules. The first optimizer of a process,
+    and the first DistributedDataParallel, import torch's compiler, which takes as long as torch itself; a program that sets variables of
+    the compiler has to do so before that import. The text of a module that is not found below the working directory is unknown.
     """
     path = target.name.replace(".", "/") + ".py" if target.kind == "module" else target.name
     text = b"slipstream"
@@ -586,9 +588,9 @@ def _import_modules(plan: LaunchPlan) -> LaunchPlan:
     if reason is None:
         return plan
     if plan.forced:
-        _note(plan, f"forking as asked, although {reason}")
+        _log(plan, f"forking as requested, although {reason}")
         return plan
-    _note(plan, f"starting fresh interpreters instead of forking, because {reason}")
+    _log(plan, f"starting fresh interpreters instead of forking, because {reason}")
     return replace(plan, start_method="spawn", reason=reason)
 
 
@@ -599,9 +601,9 @@ def _run_job(
     inherited: frozenset[int],
     listener: tuple[socket.socket, StoreAddress] | None,
 ) -> LaunchResult:
-    note = partial(_note, plan)
-    rendezvous = make_rendezvous(plan, requests.check, note, listener)
-    agent = make_agent(plan, rendezvous, requests=requests, folder=folder, inherited=inherited, environment=environment(), note=note)
+    log = partial(_log, plan)
+    rendezvous = make_rendezvous(plan, requests.check, log, listener)
+    agent = make_agent(plan, rendezvous, requests=requests, folder=folder, inherited=inherited, environment=environment(), log=log)
     try:
         result = agent.run()
         failed = agent.failures_by_machine() if result is not None and result.is_failed() else []

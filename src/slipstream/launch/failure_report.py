@@ -30,9 +30,9 @@ _REACTION_SECONDS: Final = 0.5
 _HERE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LINE: Final = 200
 _BROKEN_CONNECTION: Final = re.compile(r"gloo/transport/.*(Connection (closed|reset) by peer|Broken pipe|Socket closed)", re.DOTALL)
-"""What torch's gloo backend says when a process at the other end is gone."""
+"""The error of torch's gloo backend when the process at the other end has ended."""
 _MAX_LISTED: Final = 8
-"""With more failures than this, the others are summed up."""
+"""With more failures than this, the others are summarized."""
 
 WorkerErrorKind = Literal["exception", "config", "peer", "exit", "interrupt"]
 
@@ -59,7 +59,7 @@ class WorkerFailure:
     host: str
     pid: int
     exit_code: int | None
-    """As `subprocess` gives it; None: the machine was lost."""
+    """As in `subprocess`; None if the machine was lost."""
     seen: float
     order: int = 0
     """The order in which the launcher saw the processes end."""
@@ -87,9 +87,6 @@ class WorkerFailure:
             line = ": ".join(part for part in (name, *first) if part)
             return line if len(line) <= _LINE else line[: _LINE - 3] + "..."
         return self.detail
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerFailure:
@@ -243,7 +240,7 @@ def _ending(failure: WorkerFailure) -> str:
     if failure.exit_code < 0:
         return f"was ended by {signal_name(failure.exit_code)}"
     if failure.exit_code == 0:
-        return "ended with exit code 0 in the middle of items that were handed out to it"
+        return "ended with exit code 0 while it was processing items of the work queue"
     return f"failed with exit code {failure.exit_code}"
 
 

@@ -25,8 +25,8 @@ from slipstream.config.sources import environment
 from slipstream.errors import ConfigError, LaunchError
 from slipstream.launch.agent import LaunchResult, run_agent
 from slipstream.launch.plan import LOOPBACK, LaunchPlan, MachineSpec, RendezvousSpec, Target, make_plan
-from slipstream.launch.worker import end_interpreter
-from slipstream.launch.workers import die_with_parent
+from slipstream.launch.worker_main import end_interpreter
+from slipstream.launch.worker_processes import die_with_parent
 
 __all__ = ["launch_function", "main"]
 

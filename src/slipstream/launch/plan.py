@@ -63,7 +63,7 @@ class MachineSpec:
 
 
 _MAX_PROCESSES_PER_CORE = 64
-"""More processes per core than this are taken for a mistake."""
+"""More processes per core than this are considered a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class LaunchPlan:
 
     @property
     def single(self) -> bool:
-        """Whether one process replaces the launcher, which then watches nothing."""
+        """Whether one process replaces the launcher."""
         return self.start_method == "exec"
 
     @property
@@ -166,7 +166,7 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
     if local_processes > most:
         raise ConfigError(
             f"{config.describe('num_processes')} is {local_processes} on this machine, which has {machine.cores} cores: "
-            f"more than {most} would only take its memory.\nGive fewer."
+            f"more than {most} would exhaust its memory.\nGive fewer."
         )
     start_method, reason = _start_method(config, target, machine, local_processes)
     return LaunchPlan(
@@ -233,7 +233,7 @@ def _start_method(config: Config, target: Target, machine: MachineSpec, local_pr
     if alone and target.kind != "function":  # a function is always started beside the process that calls it
         return "exec", "one process takes the launcher's place"
     if target.kind == "executable":
-        return "spawn", "a program of its own cannot be forked"
+        return "spawn", "an executable cannot be forked"
     if wanted != "auto":
         return ("fork" if wanted == "fork" else "spawn"), config.describe("start_method")
     if machine.platform != "linux":
@@ -265,7 +265,7 @@ def _command(target: Target, machine: MachineSpec, start_method: StartMethod) ->
     if target.kind == "executable":
         return (target.name, *target.arguments)
     if start_method != "exec":
-        return (*machine.interpreter, "-m", "slipstream.launch.worker", target.kind, target.name, *target.arguments)
+        return (*machine.interpreter, "-m", "slipstream.launch.worker_main", target.kind, target.name, *target.arguments)
     if target.kind == "module":
         return (*machine.interpreter, "-m", target.name, *target.arguments)
     # a name that starts with a dash would be an option to the interpreter
@@ -281,7 +281,7 @@ def _rendezvous_spec(config: Config) -> RendezvousSpec:
         return RendezvousSpec(backend=launch.rdzv_backend, host=LOOPBACK, port=launch.main_process_port or None, settings=settings)
     if own and not launch.same_network:
         raise ConfigError(
-            f"{config.describe('same_network')}: the machines need a place to meet that all of them reach, but rdzv_backend is static.\n"
+            f"{config.describe('same_network')}: the machines need an endpoint that all of them reach, but rdzv_backend is static.\n"
             "Write --rdzv_backend c10d --rdzv_conf endpoint=HOST:PORT, or leave --no_same_network out."
         )
     config.require_main_process()

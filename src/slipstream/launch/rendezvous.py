@@ -1,7 +1,7 @@
 """Rendezvous handlers for torch's elastic agent: how the launchers of a job meet, start each attempt together, and notice a lost machine.
 
 `StaticRendezvous` serves one machine, or several whose ranks are given. The launcher of machine 0 serves a store and the others are its
-clients; each attempt is a generation with keys of its own, and from the second on with a store of its own for the workers. Each launcher
+clients; each attempt is a generation with its own keys, and from the second on with its own store for the workers. Each launcher
 writes a heartbeat; failures, exits and losses are counted in one number, so checking the job is one small request. There is no thread:
 the agent calls `has_news` while it waits. `TorchRendezvous` wraps a backend of torch (c10d, etcd, ...) chosen with `--rdzv_backend`; it
 cannot tell which process failed on another machine.
@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.errors import ConfigError, LaunchError
@@ -59,7 +59,7 @@ class RendezvousTimeouts:
         for name, text in plan.rendezvous.settings.items():
             if name not in known:
                 raise ConfigError(
-                    f"rdzv_conf has {name}={text}, which the rendezvous backend static does not know.\nIt knows: {', '.join(known)}."
+                    f"rdzv_conf has {name}={text}, which the rendezvous backend static does not support.\nIt supports: {', '.join(known)}."
                 )
             try:
                 if float(text) <= 0:
@@ -76,14 +76,14 @@ class StaticRendezvous(_Handler):
         self,
         plan: LaunchPlan,
         check: Callable[[], None],
-        note: Callable[[str], None],
+        log: Callable[[str], None],
         listener: tuple[socket.socket, StoreAddress] | None = None,
     ) -> None:
         self._plan = plan
         self._listener = listener
         self._timeouts = RendezvousTimeouts.read(plan)
         self._check = check
-        self._note = note
+        self._log = log
         self._host = socket.gethostname()
         self._run_id = secrets.token_hex(8)
         self._control: TCPStore | None = None
@@ -162,7 +162,7 @@ class StaticRendezvous(_Handler):
         else:
             self._address = StoreAddress(spec.host, spec.port or 0)
             self._control = connect_store(
-                self._address, patience=self._timeouts.timeout, limit=self._timeouts.heartbeat, check=self._check, note=self._note
+                self._address, patience=self._timeouts.timeout, limit=self._timeouts.heartbeat, check=self._check, log=self._log
             )
         if not self._alone:
             self._register()
@@ -180,7 +180,7 @@ class StaticRendezvous(_Handler):
             other = json.loads(holder)
             self._abort(
                 f"Two launchers have machine_rank={self._plan.machine_rank}: {other['host']} (pid {other['pid']}) "
-                f"and {self._host} (pid {os.getpid()}).\nGive every machine a rank of its own, from 0 to {self._plan.num_machines - 1}."
+                f"and {self._host} (pid {os.getpid()}).\nGive every machine a different rank, from 0 to {self._plan.num_machines - 1}."
             )
         self._registered = True
         self._compare_settings()
@@ -229,11 +229,11 @@ class StaticRendezvous(_Handler):
             waited = time.monotonic() - start
             if waited > patience:
                 raise ConfigError(
-                    f"{self._missing(key)} did not come within {patience:.0f} s.\nTo wait longer: --rdzv_conf join_timeout=3600"
+                    f"{self._missing(key)} did not join within {patience:.0f} s.\nTo wait longer: --rdzv_conf join_timeout=3600"
                 )
             if waited > 5 and not noted:
                 noted = True
-                self._note(f"waiting for {self._missing(key)}")
+                self._log(f"waiting for {self._missing(key)}")
             time.sleep(0.05)
         self._stop_if_aborted()
         for machine in range(self._plan.num_machines):
@@ -284,7 +284,7 @@ class StaticRendezvous(_Handler):
             last, since = self._heartbeats.get(machine, (-1, now))
             self._heartbeats[machine] = (count, since if count == last else now)
             if count == last and now - since > limit:
-                self._lost.append((machine, f"Nothing was heard of machine {machine} (host {host}) for {limit:.0f} s."))
+                self._lost.append((machine, f"Machine {machine} (host {host}) sent no heartbeat for {limit:.0f} s."))
 
     def lost_machines(self) -> list[tuple[int, str, str]]:
         """Return machine, host and reason of the machines that this launcher has found lost."""
@@ -306,7 +306,7 @@ class StaticRendezvous(_Handler):
         key = f"{self.generation}/failures/{self._plan.machine_rank}"
         if not self._has(key):
             self._request(lambda store: store.append(f"{_PREFIX}/{self.generation}/order", f"{self._plan.machine_rank},"))
-        self._set(key, json.dumps([failure.to_json() for failure in failures]))
+        self._set(key, json.dumps([asdict(failure) for failure in failures]))
         self._add(f"{self.generation}/events")
 
     def published(self) -> list[list[WorkerFailure]]:
@@ -336,7 +336,7 @@ class StaticRendezvous(_Handler):
         except RuntimeError as error:  # torch.distributed.DistError: closed, refused or silent for too long
             address = f"{self._address.host}, port {self._address.port}" if self._address else "its address"
             raise MachineLostError(
-                f"machine 0 ({self._hosts.get(0, 'unknown host')}, {address}) cannot be reached any more from {self._host}: "
+                f"machine 0 ({self._hosts.get(0, 'unknown host')}, {address}) can no longer be reached from {self._host}: "
                 f"{str(error).splitlines()[0]}"
             ) from None
 
@@ -358,7 +358,7 @@ class StaticRendezvous(_Handler):
         while not self._has(key):
             self._check()
             if time.monotonic() > deadline:
-                raise MachineLostError(f"machine 0 answered, but never said {key}; is it a launcher of the same version?")
+                raise MachineLostError(f"machine 0 answered, but never sent {key}; is it a launcher of the same version?")
             time.sleep(0.05)
         text: bytes = self._request(lambda store: store.get(f"{_PREFIX}/{key}"))
         return text.decode()
@@ -367,18 +367,18 @@ class StaticRendezvous(_Handler):
 def make_rendezvous(
     plan: LaunchPlan,
     check: Callable[[], None],
-    note: Callable[[str], None],
+    log: Callable[[str], None],
     listener: tuple[socket.socket, StoreAddress] | None = None,
 ) -> StaticRendezvous | TorchRendezvous:
-    """Return the handler that the plan asks for; made here so that importing this module does not import torch.
+    """Return the handler for the plan's backend; made here so that importing this module does not import torch.
 
-    `check` is called during waits and may raise; `note` receives messages for the user; `listener` is a port that is already taken.
+    `check` is called during waits and may raise; `log` receives messages for the user; `listener` is a port that is already bound.
     """
     if not plan.rendezvous.is_own:
         return TorchRendezvous(plan, check)
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    made: StaticRendezvous = type("Rendezvous", (StaticRendezvous, RendezvousHandler), {})(plan, check, note, listener)
+    made: StaticRendezvous = type("Rendezvous", (StaticRendezvous, RendezvousHandler), {})(plan, check, log, listener)
     return made
 
 
@@ -411,7 +411,7 @@ class TorchRendezvous:
 
     @property
     def raw_store(self) -> TCPStore | None:
-        """A new connection to the store of the workers; None if nobody serves it."""
+        """A new connection to the store of the workers; None if there is no server."""
         if self._address is None:
             return None
         try:

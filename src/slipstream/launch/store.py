@@ -59,7 +59,7 @@ def open_listener(host: str, port: int | None, origin: str = "") -> tuple[socket
     for family, address in _addresses_to_bind(host, port or 0):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if port:  # a fixed port may still be in TIME_WAIT from the last job; a free one must be free for everybody
+            if port:  # a fixed port may still be in TIME_WAIT from the last job; one that the system chooses must be unused
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(_BACKLOG)
@@ -114,18 +114,18 @@ def serve_store(listener: socket.socket, address: StoreAddress) -> TCPStore:
 
 
 def connect_store(
-    address: StoreAddress, *, patience: float, limit: float, check: Callable[[], None], note: Callable[[str], None] = lambda text: None
+    address: StoreAddress, *, patience: float, limit: float, check: Callable[[], None], log: Callable[[str], None] = lambda text: None
 ) -> TCPStore:
     """Return a client of the store at `address`, which may take up to `patience` seconds to appear.
 
-    An open connection counts as lost after `limit` seconds of silence. `check` is called during the wait and may raise; `note` receives
+    An open connection counts as lost after `limit` seconds of silence. `check` is called during the wait and may raise; `log` receives
     one message if the wait is long.
     """
     from torch._C._distributed_c10d import TCPStore
 
-    from slipstream.launch.workers import open_descriptors
+    from slipstream.launch.worker_processes import open_descriptors
 
-    wait_for_listener(address, patience, check, note)
+    wait_for_listener(address, patience, check, log)
     _check_is_store(address, patience)
     before = open_descriptors()
     with silence_stderr():
@@ -139,7 +139,7 @@ def _check_is_store(address: StoreAddress, patience: float) -> None:
     """Raise if what listens is not a store. A child tries it, because torch's client waits for an answer without a limit."""
     if sys.platform != "linux":
         return
-    from slipstream.launch.workers import WorkerProcesses
+    from slipstream.launch.worker_processes import WorkerProcesses
 
     answer = -1
     workers = WorkerProcesses()
@@ -150,11 +150,11 @@ def _check_is_store(address: StoreAddress, patience: float) -> None:
         answer = next((end.exit_code for end in workers.poll()), answer)
     workers.stop(signum=signal.SIGKILL)
     if answer != 0:
-        reply = f"no answer within {patience:.0f} s" if answer < 0 else "an answer in another language"
+        reply = f"no answer within {patience:.0f} s" if answer < 0 else "an answer in a different protocol"
         raise ConfigError(
             f"Something listens at {address.host}, port {address.port} (main_process_ip, main_process_port), but it is not a launcher.\n"
-            f"Tried: a connection, and the first words of torch's store; there was {reply}.\n"
-            "Check the address and the port, and whether a proxy or another service answers in its address."
+            f"Tried: a connection, and the handshake of torch's store; there was {reply}.\n"
+            "Check the address and the port, and whether a proxy or another service answers there."
         )
 
 
@@ -169,7 +169,7 @@ def _probe_store(address: StoreAddress, patience: float) -> NoReturn:
     os._exit(0)
 
 
-def wait_for_listener(address: StoreAddress, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:
+def wait_for_listener(address: StoreAddress, patience: float, check: Callable[[], None], log: Callable[[str], None]) -> None:
     """Return when something listens at `address`; raise a ConfigError with what was tried if nothing does in time."""
     start = time.monotonic()
     tries, noted = 0, False
@@ -186,7 +186,7 @@ def wait_for_listener(address: StoreAddress, patience: float, check: Callable[[]
             raise ConfigError(_unreachable(address, problem, tries, waited))
         if waited > 3 and not noted:
             noted = True
-            note(f"waiting for machine 0 at {address.host}, port {address.port} ({problem}); giving up after {patience:.0f} s")
+            log(f"waiting for machine 0 at {address.host}, port {address.port} ({problem}); giving up after {patience:.0f} s")
         time.sleep(_PAUSE)
 
 
@@ -341,7 +341,7 @@ class ExitNotice:
     host: str
     pid: int
     exit_code: int | None
-    """As `subprocess` gives it: negative is the number of the signal. None: its machine was lost."""
+    """As in `subprocess`: negative is the number of the signal. None: its machine was lost."""
     reason: str = ""
     """The exception in one line, or what is known of the signal ("the kernel's out-of-memory killer")."""
 
@@ -358,9 +358,7 @@ class ExitNotice:
         return None if self.exit_code is None or self.exit_code >= 0 else signal_name(self.exit_code)
 
     def __str__(self) -> str:
-        if self.exit_code is None:
-            how = "was lost"
-        else:
-            how = f"was ended by {self.signal_name}" if self.signal_name else f"ended with exit code {self.exit_code}"
+        how = f"was ended by {self.signal_name}" if self.signal_name else f"ended with exit code {self.exit_code}"
+        how = "was lost" if self.exit_code is None else how
         who = f"host {self.host}, pid {self.pid}" if self.pid else f"host {self.host}"
         return f"rank {self.rank} ({who}) {how}" + (f": {self.reason}" if self.reason else "")

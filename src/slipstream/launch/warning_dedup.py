@@ -169,7 +169,7 @@ class WarningDedup:
             elif not self._hide_from_terminal(text, stream):
                 return
             text = text if wanted else self.label(stream) + text
-        with contextlib.suppress(OSError):  # as Python does: a closed terminal is no reason to fail
+        with contextlib.suppress(OSError):  # as Python does: a closed terminal is not a reason to fail
             stream.write(text)
 
     # both
@@ -199,7 +199,7 @@ class WarningDedup:
         return self._output.files & (STDOUT if stream is sys.stdout or stream is sys.__stdout__ else STDERR)
 
     def _hide_from_terminal(self, text: str, stream: Any) -> bool:
-        """Return whether the text may be written: to a log file, after the launcher was told to leave it out on the terminal."""
+        """Return whether the text may be written: to a log file, after the text was recorded as hidden from the terminal."""
         number = self._file(stream)
         if not number or not text.endswith("\n"):
             return False
@@ -273,7 +273,7 @@ class _ConsoleFilter:
 
 
 def _user_wants_all(category: type[Warning], text: str) -> bool:
-    """Return whether the user, or pytest, wants to see every warning."""
+    """Return whether the user or pytest has asked to see every warning."""
     if "_pytest" in sys.modules or any(option.startswith(("a", "e")) for option in sys.warnoptions):
         return True
     return any(

@@ -283,7 +283,7 @@ _logger = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Knows the names of tensors and where a snapshot goes. Created by `watch_memory`; `close` ends it."""
+    """The names of tensors and the folder for a snapshot. Created by `watch_memory`; `close` ends it."""
 
     def __init__(self, names: _Names, folder: _Folder, tell: _OnSnapshot | None) -> None:
         self._names, self._folder, self._tell = _hold_weakly(names), _hold_weakly(folder), _hold_weakly(tell)
@@ -310,7 +310,7 @@ class MemoryWatch:
             tell(path, snapshot)
 
     def close(self) -> None:
-        """End the watch; with the last one the hook goes too, unless another was installed before it."""
+        """End the watch; the last one also removes the hook, unless another hook was installed after it."""
         runtime = current_or_none()
         if runtime is not None and self in runtime.memory_watches:
             runtime.memory_watches.remove(self)
@@ -321,8 +321,8 @@ class MemoryWatch:
 def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _OnSnapshot | None = None) -> MemoryWatch:
     """Take a snapshot when an out-of-memory error ends this process.
 
-    `names()` gives what tensors are called (`named_tensors(models, optimizers)`), `folder()` where `memory-rank<rank>.json` goes, or None
-    for nowhere, and `tell(path, snapshot)` is called when it is there. Methods are held weakly: a watch keeps nobody alive.
+    `names()` returns the names of tensors (`named_tensors(models, optimizers)`), `folder()` the folder for `memory-rank<rank>.json` (None:
+    not written), and `tell(path, snapshot)` is called when the file is written. Methods are held weakly: a watch keeps no object alive.
 
     >>> import torch
     >>> weight = torch.zeros(1000)
@@ -350,7 +350,7 @@ class FailureHook:
         self.previous(kind, error, trace)
 
     def look_at_failure(self, error: BaseException) -> None:
-        """Examine an error without showing it: for those who catch it (`launch/worker.py`)."""
+        """Examine an error without showing it: for those who catch it (`launch/worker_main.py`)."""
         report_if_out_of_memory(error)
 
 
@@ -361,8 +361,8 @@ def report_if_out_of_memory(error: BaseException) -> None:
             return
         setattr(error, _SEEN_ATTRIBUTE, True)
         _report_snapshot(error)
-    except Exception as problem:  # the error that is being told counts for more
-        _logger.warning("memory ran out, and what was alive could not be told (%s: %s)", type(problem).__name__, problem)
+    except Exception as problem:  # must not hide the error that is being reported
+        _logger.warning("memory ran out, and live tensors could not be listed (%s: %s)", type(problem).__name__, problem)
 
 
 def summarize_alive() -> str:
@@ -370,7 +370,7 @@ def summarize_alive() -> str:
     try:
         return memory_snapshot(1).line()
     except Exception as problem:  # memory has run out: it may be too little for this too
-        return f"what was alive could not be told ({type(problem).__name__})"
+        return f"live tensors could not be listed ({type(problem).__name__})"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -138,9 +138,9 @@ def merge_traces(
 ) -> Path:
     """Merge the traces that ranks have written into a folder (`profile_0.json`, ...); return the path of the merged trace.
 
-    `output` is where it goes, `profile_merged.json` in the same folder if nothing is said; `ranks` are those that are wanted, all that are
-    there otherwise. For runs whose processes did not all come to the end of the block, and for traces that were brought together from
-    several machines: else the last process to write has done it.
+    `output` is the path of the merged trace, by default `profile_merged.json` in the same folder; `ranks` selects ranks, by default all.
+    Needed for runs whose processes did not all reach the end of the block, and for traces collected from several machines; otherwise the
+    last process to write has merged them.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -186,14 +186,14 @@ def _format_header(traces: list[_Trace], base: int) -> str:
     if len(hosts) == 1:
         clocks = f"all ranks ran on {hosts[0]}: their times are those of one clock"
     else:
-        clocks = f"ranks ran on {', '.join(hosts)}: each machine has a clock of its own, and they may differ by milliseconds"
-    told = {
+        clocks = f"ranks ran on {', '.join(hosts)}: each machine has its own clock, and they may differ by milliseconds"
+    header = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         _BASE: base,
         "slipstream": {"clocks": clocks, "ranks": [trace.described() for trace in traces]},
     }
-    return json.dumps(told)[:-1] + f', "{_EVENTS}": [\n'
+    return json.dumps(header)[:-1] + f', "{_EVENTS}": [\n'
 
 
 @dataclass
@@ -235,7 +235,7 @@ class _Trace:
                 document.value()
             for event in document.items():
                 if not isinstance(event, dict):
-                    raise ConfigError(f"{self.path} is no trace of torch's profiler: one of its events is {str(event)[:50]!r}")
+                    raise ConfigError(f"{self.path} is not a trace of torch's profiler: one of its events is {str(event)[:50]!r}")
                 if event.get("ph") == "M":
                     if event.get("name") == "process_labels":
                         self._labels.setdefault(self._pid(event.get("pid")), str((event.get("args") or {}).get("labels", "")))
@@ -259,7 +259,7 @@ class _Trace:
         return known
 
     def _processes(self) -> Iterator[dict[str, Any]]:
-        """Return the host first, then the devices, then what is no process."""
+        """Yield the metadata of the processes: the host first, then the devices, then marks that belong to no process."""
         own = [number for given, number in self._pids.items() if not isinstance(given, str)]
         main = next((number for number in own if self._labels.get(number) == "CPU"), own[0] if own else None)
         names = {number: self._labels.get(number) or str(given) for given, number in self._pids.items()}
@@ -299,7 +299,7 @@ class _JsonStream:
             self._at += 1
             if key == last:
                 if self._next() != "[":
-                    raise self._damaged(f"{last!r} is no list")
+                    raise self._damaged(f"{last!r} is not a list")
                 self._at += 1
                 return
             yield key
@@ -315,7 +315,7 @@ class _JsonStream:
             yield self._decoded()
 
     def _next(self) -> str:
-        """Return the next character that is no white space or comma, without consuming it."""
+        """Return the next character that is neither white space nor a comma, without consuming it."""
         while True:
             gap = _GAP.match(self._text, self._at)
             assert gap is not None
@@ -333,7 +333,7 @@ class _JsonStream:
                 if len(self._text) - self._at > _LARGEST_EVENT or not self._more():
                     raise self._damaged(error.msg) from error
                 continue
-            if end == len(self._text) and self._more():  # a number may go on
+            if end == len(self._text) and self._more():  # a number may continue in the next chunk
                 continue
             self._at = end
             return value
@@ -344,7 +344,7 @@ class _JsonStream:
         return bool(piece)
 
     def _damaged(self, why: str) -> ConfigError:
-        return ConfigError(f"{self._path} is no whole trace of torch's profiler ({why}): remove it, or record it again")
+        return ConfigError(f"{self._path} is not a complete trace of torch's profiler ({why}): remove it, or record it again")
 
 
 _OnTrace = Callable[[Path], object]

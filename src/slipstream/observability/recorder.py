@@ -29,7 +29,7 @@ from slipstream.config.redaction import redact_text, redact_values
 from slipstream.config.sources import environment
 from slipstream.devices.packages import version_of
 from slipstream.logging import get_logger
-from slipstream.observability.guards.monitor import Guards
+from slipstream.observability.guards.monitor import Guards, call_if_alive
 from slipstream.observability.memory import MemorySnapshot, NamedTensor, named_tensors, watch_memory
 from slipstream.observability.options import GuardKwargs
 from slipstream.observability.timing.ledger import Ledger
@@ -74,12 +74,12 @@ class RunRecorder:
         self._finalizer = self._run.finalizer = weakref.finalize(self, _close_abandoned_run, self._run)
         atexit.register(self._finalizer)  # before the group is closed: handlers run in the other order than they were registered
         self._memory = watch_memory(self._tensors, self._snapshot_folder, self._tell_snapshot)
-        ledger.sinks.append(partial(_call_if_alive, weakref.WeakMethod(self.interval)))
-        ledger.event_sinks.append(partial(_call_if_alive, weakref.WeakMethod(self.event)))
-        self._hears = partial(_call_if_alive, weakref.WeakMethod(self._hear))
+        ledger.sinks.append(partial(call_if_alive, weakref.WeakMethod(self.interval)))
+        ledger.event_sinks.append(partial(call_if_alive, weakref.WeakMethod(self.event)))
+        self._hears = partial(call_if_alive, weakref.WeakMethod(self._hear))
         components.state.runtime.warning_listeners.append(self._hears)
         if log_with is not None or project.project_dir is not None:
-            self.trackers  # noqa: B018  # what is wrong with log_with is an error now
+            self.trackers  # noqa: B018  # a wrong log_with is an error now
 
     @cached_property
     def trackers(self) -> Trackers:
@@ -108,13 +108,13 @@ class RunRecorder:
 
     @property
     def root(self) -> Path | None:
-        """Where runs are kept; None where nothing is, and on processes that do not write."""
+        """The folder of all runs; None without a `project_dir`, and on processes that do not write."""
         if self._root is None or not self._components.state.is_main_process:
             return None
         from slipstream.files.object_store import is_url, redact
 
         if is_url(self._root):
-            self._warn(f"project_dir={redact(self._root)} is no folder of this machine, so this run gets none: no report is written")
+            self._warn(f"project_dir={redact(self._root)} is not a local folder: this run has no run directory, and no report is written")
             return None
         return Path(self._root)
 
@@ -185,7 +185,7 @@ class RunRecorder:
         self._write("interval", interval)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Record an event: kind, text, and whatever belongs to it."""
+        """Record an event: kind, text, and further fields."""
         self._write("event", {"time": time.time(), "step": None, "rank": None, "text": "", **event})
 
     def _hear(self, logger: str, text: str) -> None:
@@ -234,8 +234,8 @@ class RunRecorder:
     def _safely(self, what: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # a full disk, a folder taken away: the training is worth more than its records
-            self._warn(f"the folder of the run could not be {what} ({type(error).__name__}: {error}); the training goes on without it")
+        except Exception as error:  # a full disk or a removed folder must not end the training
+            self._warn(f"the folder of the run could not be {what} ({type(error).__name__}: {error}); training continues without it")
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -249,7 +249,7 @@ class RunRecorder:
         return named_tensors(models, [optimizer.optimizer for optimizer in self._components.registry.optimizers])
 
     def _snapshot_folder(self) -> Path | None:
-        """Return the folder of the run, which other processes read from the main one's note."""
+        """Return the folder of the run, which the main process has published for the others."""
         if self.folder is not None:
             return self.folder.path
         notes = self._components.state.runtime.store_flags
@@ -333,12 +333,6 @@ def _absolute_path(given: str | None) -> str | None:
     return given if is_url(given) else os.path.abspath(os.path.expanduser(local_path(given)))
 
 
-def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
-    alive = method()
-    if alive is not None:
-        alive(*arguments)
-
-
 def _write_report(folder: RunFolder) -> Path:
     from slipstream.observability.report import write
 
@@ -347,34 +341,34 @@ def _write_report(folder: RunFolder) -> Path:
 
 @dataclass
 class _OpenRun:
-    """What has to be ended of a run whose script ends, or drops its Accelerator, without end_training."""
+    """The resources to close if the script ends, or drops its Accelerator, without end_training."""
 
     ledger: Ledger
     folder: RunFolder | None = None
     journal: JsonLinesWriter | None = None
     process: int = field(default_factory=os.getpid)
     finalizer: weakref.finalize[..., Any] | None = None
-    """What calls `_close_abandoned_run`, once: at the end of the Accelerator or of the process."""
+    """Calls `_close_abandoned_run`, once: when the Accelerator or the process ends."""
 
 
 def _close_abandoned_run(run: _OpenRun) -> None:
-    """End a run whose script ends, or drops its Accelerator, without end_training: its report is worth the most."""
+    """Close a run whose script ends, or drops its Accelerator, without end_training, and write its report."""
     if os.getpid() != run.process:  # a child, which has inherited it
         return
     atexit.unregister(run.finalizer)  # type: ignore[arg-type]  # it is compared, and not called
     state, why = _find_exit_state()
-    if run.ledger.rank and state != "ended":  # the failure itself tells more, and the store may be out of reach
+    if run.ledger.rank and state != "ended":  # the error itself says more, and the store may be unreachable
         return
     folder = run.folder
     try:
-        run.ledger.leave(patient=state == "ended")  # the last steps, and what other processes told before they ended
+        run.ledger.leave(patient=state == "ended")  # report the last steps, and what other processes sent before they ended
         if run.journal is not None:
             run.journal.close()
         if folder is not None:
             folder.event("end", why)
             folder.end(state)
             _write_report(folder)
-    except Exception as error:  # at exit nobody can catch it, and how the script ended counts for more
+    except Exception as error:  # at exit it cannot be caught, and must not hide how the script ended
         where = "" if folder is None else f" in {folder.path}"
         print(f"slipstream: the run{where} could not be closed ({type(error).__name__}: {error})", file=sys.stderr)
 

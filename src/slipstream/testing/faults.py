@@ -25,12 +25,12 @@ _SAMPLE = 1_000_000
 
 
 class InjectedFault(RuntimeError):
-    """Raised by `fail_at`: a failure that was asked for."""
+    """Raised by `fail_at`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to one rank at one call; made by the functions of this module.
+    """A fault of one rank at one call; created by the functions of this module.
 
     >>> Fault(rank=0, call=2, act=lambda: print("now")).reach(0, 2)
     now
@@ -43,7 +43,7 @@ class Fault:
     """The attempt of the job (restarts so far) in which it happens."""
 
     def reach(self, rank: int, call: int, attempt: int = 0) -> None:
-        """Say where the program is; the fault strikes if this is its place."""
+        """Report the position of the program; the fault strikes if it is this rank, call and attempt."""
         if (rank, call, attempt) == (self.rank, self.call, self.attempt):
             self.act()
 
@@ -62,11 +62,11 @@ def fail_at(rank: int, call: int, error: BaseException | None = None, *, attempt
     >>> fail_at(rank=1, call=3).reach(0, 3)
     >>> fail_at(rank=1, call=3).reach(1, 3)
     Traceback (most recent call last):
-    slipstream.testing.faults.InjectedFault: rank 1 was told to fail at call 3
+    slipstream.testing.faults.InjectedFault: rank 1 fails as requested at call 3
     """
 
     def act() -> None:
-        raise error if error is not None else InjectedFault(f"rank {rank} was told to fail at call {call}")
+        raise error if error is not None else InjectedFault(f"rank {rank} fails as requested at call {call}")
 
     return Fault(rank, call, act, attempt)
 
@@ -116,7 +116,7 @@ def hold_gil_at(rank: int, call: int, seconds: float, *, attempt: int = 0) -> Fa
     """
 
     def act() -> None:
-        # `sum` over an iterator in C never gives the lock away, and unlike a sleep no signal ends it.
+        # `sum` over an iterator in C never releases the lock, and unlike a sleep it is not ended by a signal.
         started = time.thread_time()  # not by the clock: on a busy machine the sample would look slow, and the rest be too short
         sum(itertools.repeat(0, _SAMPLE))
         sum(itertools.repeat(0, int(seconds / (time.thread_time() - started) * _SAMPLE)))

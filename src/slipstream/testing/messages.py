@@ -1,7 +1,7 @@
 """Messages between the test process, the pool server and its ranks: frames on a socket, and pickled functions.
 
-A frame is a small JSON header followed by bytes. The sockets are inherited pairs, never a port, so nobody else can connect; that is why
-the body may be a pickle, which this library otherwise never reads. Functions of test files are pickled by value, with closures and
+A frame is a small JSON header followed by bytes. The sockets are inherited pairs, never a port, so no other process can connect; that is
+why the body may be a pickle, which this library otherwise never reads. Functions of test files are pickled by value, with closures and
 pytest's rewritten asserts; other modules by name. A closed end raises `EOFError`.
 """
 

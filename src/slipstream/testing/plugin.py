@@ -28,7 +28,7 @@ __all__ = ["RankPools", "no_leaks", "rank_pools", "ranks"]
 
 
 class RankPools:
-    """One pool for each size that the session has asked for.
+    """One pool for each size that the session has used.
 
     >>> pools = RankPools()
     >>> pools(2) is pools(2), pools(3).size
@@ -76,7 +76,7 @@ def no_leaks(rank_pools: RankPools) -> Iterator[None]:
     yield
     left = leaks.wait_for_none(before, expected=rank_pools.server_pids)
     if "slipstream.distributed.current" in sys.modules:
-        sys.modules["slipstream.distributed.current"].reset()  # a state of one process is no leak, but the next test begins without it
+        sys.modules["slipstream.distributed.current"].reset()  # the state of one process is not a leak, but the next test starts without it
     if left:
         leaks.restore(before, expected=rank_pools.server_pids)
         pytest.fail("this test left behind:\n" + "\n".join(f"  {thing}" for thing in left), pytrace=False)

@@ -162,7 +162,7 @@ class Outcome:
     rank: int
     value: Any = None
     error: BaseException | None = None
-    """What the function raised. A `TimeoutError` of ours if the rank did not finish (then `stuck` is true)."""
+    """What the function raised; our `TimeoutError` if the rank did not finish (then `stuck` is true)."""
     exit: ExitNotice | None = None
     """How the process ended, if it did."""
     traceback: str = ""
@@ -233,7 +233,7 @@ _PRELOAD = (
 _CLEANING_SECONDS = 20.0
 _STACKS_SECONDS = 0.5
 _DEAD_OR_STUCK = (EOFError, ConnectionError, TimeoutError)  # what a channel raises then; `_gather` finds out which of the two it is
-_FIRST_FRAME_OF_OURS = f'\n  File "{Path(__file__).with_name("worker.py")}"'
+_OWN_FIRST_FRAME = f'\n  File "{Path(__file__).with_name("worker.py")}"'
 
 Result = TypeVar("Result")
 
@@ -300,7 +300,7 @@ class RankPool:
         try:
             outcomes, left = self._run(body, timeout, patience, dict(environ or {}))
         except BaseException:
-            self.close()  # interrupted in the middle of an exchange (Ctrl-C, a time limit of pytest): start anew next time
+            self.close()  # interrupted during an exchange (Ctrl-C, a time limit of pytest): start again next time
             raise
         for outcome in outcomes:
             sys.stdout.write("".join(f"[rank {outcome.rank}] {line}\n" for line in outcome.output.splitlines()))
@@ -344,7 +344,7 @@ class RankPool:
             port: int = server.ask("begin", "begun", attempt=self._attempt)["port"]
             if not server.deaths:
                 return server, port
-            self._complete = False  # a rank ended between two runs, which is no outcome of a run
+            self._complete = False  # a rank ended between two runs, which is not an outcome of a run
 
     def _ready(self) -> PoolServer:
         if self._server is not None and self._server.process.poll() is not None:
@@ -375,7 +375,7 @@ class _Run:
     replies: dict[int, tuple[dict[str, Any], bytes]] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
     printed: dict[int, str] = field(default_factory=dict)
-    """What a stuck rank printed before it was asked for its stacks."""
+    """The output of a stuck rank before its stacks were requested."""
 
     @property
     def lost(self) -> set[int]:
@@ -418,7 +418,7 @@ class _Run:
         if rank in self.stuck:
             lag = "" if math.isinf(self.patience) else f", or {self.patience:g} s after the others"
             limit = TimeoutError(f"rank {rank} did not finish within {self.seconds:g} s{lag}")
-            stacks = base.output.partition(_FIRST_FRAME_OF_OURS)[0].rstrip() or "unknown: it did not answer"
+            stacks = base.output.partition(_OWN_FIRST_FRAME)[0].rstrip() or "unknown: it did not answer"
             return replace(base, error=limit, traceback=f"{limit}; its threads were at\n{stacks}", output=self.printed[rank], stuck=True)
         if rank in self.server.deaths and not header:
             return replace(base, exit=self.server.deaths[rank], when=0.0)  # a death comes before the failures that it causes

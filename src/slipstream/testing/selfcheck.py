@@ -142,7 +142,7 @@ def _check_reopen(state: PartialState) -> str:
 
 
 def _check_training(state: PartialState) -> str:
-    """Training on shares of a batch gives the weights that one process gets from the whole batch."""
+    """Training on shares of a batch results in the weights of one process that trains on the whole batch."""
     here = _train(state, torch.nn.parallel.DistributedDataParallel if state.use_distributed else None)
     alone = _train(state, None)
     difference = max(float((entry - other).abs().max()) for entry, other in zip(here, alone, strict=True))
@@ -193,7 +193,7 @@ def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState]
         failed = False
         try:
             text = check(state)
-        except Exception as error:  # whatever it is, it is the result of the check
+        except Exception as error:  # any error is the result of the check
             failed, text = True, str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
         outcomes.append(SelfCheckResult(name, text, failed, time.perf_counter() - started))
     return outcomes

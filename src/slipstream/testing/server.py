@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from slipstream.launch.store import ALARM_KEY, ExitNotice, attempt_prefix, exit_key, open_listener, serve_store
-from slipstream.launch.workers import die_with_parent
+from slipstream.launch.worker_processes import die_with_parent
 from slipstream.testing import environment, messages
 
 __all__ = ["serve"]
 
 
 def serve(control_descriptor: int, size: int, run_id: str, preload: Sequence[str]) -> None:
-    """Answer the pool's commands until it goes away."""
+    """Answer the pool's commands until it closes."""
     environment.replace({**environment.snapshot(), **environment.rank_variables(0, size, run_id=run_id, attempt=0, port=0)})
     for name in preload:
         importlib.import_module(name)
@@ -82,7 +82,7 @@ class _Server:
         """Fork every rank, and send their channels and outputs to the test process."""
         self.stop()
         gc.collect()
-        gc.freeze()  # so that a collection in a rank looks at what the rank made, and copies no page of ours
+        gc.freeze()  # so that a collection in a rank examines only its own objects, and copies no shared page
         channels = [socket.socketpair() for _ in range(self.size)]
         outputs = [_output() for _ in range(self.size)]
         server = os.getpid()

@@ -92,7 +92,7 @@ def _attempt(body: bytes) -> tuple[dict[str, Any], bytes]:
     try:
         function, args, kwargs = cloudpickle.loads(body)
         value = function(*args, **kwargs)
-    except BaseException as error:  # whatever a test raises, SystemExit included, is its outcome
+    except BaseException as error:  # any exception of a test, SystemExit included, is its outcome
         text = "".join(traceback.format_exception(type(error), error, _user_frames(error)))
         return _error_header(error, text), _pickled_error(error)
     return _pickled_value(value)
@@ -112,7 +112,7 @@ def _pickled_value(value: Any) -> tuple[dict[str, Any], bytes]:
     try:
         return {"kind": "value", "when": time.monotonic()}, cloudpickle.dumps(value)
     except Exception as error:
-        text = f"the function returned {type(value).__qualname__}, which cannot travel to the test ({error}); return plain data or tensors"
+        text = f"the function returned {type(value).__qualname__}, which cannot be pickled ({error}); return plain data or tensors"
         return _error_header(TypeError(text), text), cloudpickle.dumps(TypeError(text))
 
 
@@ -124,7 +124,7 @@ def _pickled_error(error: BaseException) -> bytes:
         data: bytes = cloudpickle.dumps(error)
         cloudpickle.loads(data)
     except Exception as reason:
-        data = cloudpickle.dumps(RuntimeError(f"{type(error).__qualname__}: {error} (it could not travel itself: {reason})"))
+        data = cloudpickle.dumps(RuntimeError(f"{type(error).__qualname__}: {error} (it could not be pickled: {reason})"))
     return data
 
 

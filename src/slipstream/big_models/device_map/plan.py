@@ -69,7 +69,7 @@ def parse_bytes(given: Any, where: str) -> int:
     number: Any = given if isinstance(given, numbers.Real) and given is not True and given is not False else math.nan
     if math.isfinite(number) and number >= 0:
         return int(number)
-    raise ConfigError(f'{where}={given!r} is no size. Write a number of bytes, or a text such as "10GB" or "200MiB".')
+    raise ConfigError(f'{where}={given!r} is not a size. Write a number of bytes, or a text such as "10GB" or "200MiB".')
 
 
 def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Device, int]:
@@ -83,7 +83,7 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Device, 
     if max_memory is None:
         return _measure_memory(best_family())
     if not isinstance(max_memory, Mapping):
-        raise ConfigError(f'max_memory={max_memory!r} is no dict. Write what each device may hold: {{0: "10GiB", "cpu": "30GiB"}}.')
+        raise ConfigError(f'max_memory={max_memory!r} is not a dict. Write what each device may hold: {{0: "10GiB", "cpu": "30GiB"}}.')
     found: dict[Device, int] = {}
     for key, size in max_memory.items():
         device = parse_device_key(key, "max_memory")
@@ -257,6 +257,8 @@ class DeviceMap(dict[str, Any]):
         module  device  size      why
         (all)   0       24 bytes  the first to be placed
         """
+        from slipstream.observability.report.text_charts import align_columns
+
         devices = [("device", "held", "kept free", "budget")]
         for device in dict.fromkeys([*self.budget, *self.held]):
             limit = convert_bytes(self.budget[device]) if device in self.budget else "no limit"
@@ -264,12 +266,7 @@ class DeviceMap(dict[str, Any]):
         modules = [("module", "device", "size", "why")]
         for name, device in self.items():
             modules.append((name or "(all)", str(device), convert_bytes(self.sizes.get(name, 0)), self.reasons.get(name, "")))
-        return f"{_align_columns(devices)}\n\n{_align_columns(modules)}"
-
-
-def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([*align_columns(devices, left=range(4)), "", *align_columns(modules, left=range(4))])
 
 
 def clean_device_map(device_map: _AnyMap, module_name: str = "") -> _AnyMap:
@@ -385,10 +382,10 @@ def plan_device_map(
     {'': 'cpu'}
     >>> plan_device_map(torch.nn.Linear(2, 2), "somehow")
     Traceback (most recent call last):
-    slipstream.errors.ConfigError: device_map='somehow' is no way to find one. Write one of 'auto', 'balanced', ...
+    slipstream.errors.ConfigError: device_map='somehow' is not a strategy. Write one of 'auto', 'balanced', ...
     """
     if strategy not in STRATEGIES:
-        raise ConfigError(f"device_map={strategy!r} is no way to find one. Write one of {', '.join(map(repr, STRATEGIES))}, or a dict.")
+        raise ConfigError(f"device_map={strategy!r} is not a strategy. Write one of {', '.join(map(repr, STRATEGIES))}, or a dict.")
     no_split = None if no_split_module_classes is None else parse_class_names(no_split_module_classes)
     if strategy != "sequential":
         whole = sorted(parse_class_names(getattr(model, "_no_split_modules", None)) if no_split is None else no_split)
@@ -415,7 +412,7 @@ def infer_auto_device_map(
     `max_memory`: bytes per device (`{0: "10GiB", "cpu": "30GiB"}`), default what is free now; the disk takes the rest, without limit
     unless one is given (`"disk": 0` forbids it). `no_split_module_classes`: names of classes whose modules stay whole; None takes the
     model's own `_no_split_modules`. `dtype`, `special_dtypes`: what weights will be converted to, all of them and some by name.
-    `activations`: bytes kept free, on every device that is no disk or per device. `offload_buffers`: buffers of offloaded layers go with
+    `activations`: bytes kept free, on every device that is not a disk or per device. `offload_buffers`: buffers of offloaded layers go with
     them and do not stay on the main device. `fallback_allocation`: where the next layer does not fit, later ones may fill the room.
     `verbose` prints the plan. `clean_result=False` keeps the layers as they were placed, without merging them into modules. `read_ahead`:
     where the CPU runs layers from the disk, it keeps room for so many prefetched ones beside the largest, in a third of its budget at most.
@@ -432,7 +429,7 @@ def infer_auto_device_map(
     if no_split_module_classes is None:
         no_split_module_classes = getattr(model, "_no_split_modules", None)
     if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 0:
-        raise ConfigError(f"read_ahead={read_ahead!r} is no number of layers. Write a whole number; 0 keeps no room for it.")
+        raise ConfigError(f"read_ahead={read_ahead!r} is not a number of layers. Write a whole number; 0 keeps no room for it.")
     whole = parse_class_names(no_split_module_classes)
     pieces = divide_model(model, whole, make_sizer(dtype, special_dtypes))
     kept = _activations(activations, budget)
@@ -515,7 +512,7 @@ class _Problem:
         if not any(room.kind != "disk" for room in self.rooms):
             raise ConfigError(
                 f"max_memory={budget} leaves no device that could run the model. "
-                'Give one that is no disk some bytes, as in {"cpu": "10GiB"}.'
+                'Give one that is not a disk some bytes, as in {"cpu": "10GiB"}.'
             )
 
     def layer_size(self, piece: Piece) -> int:

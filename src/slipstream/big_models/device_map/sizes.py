@@ -62,7 +62,7 @@ def to_dtype(given: Any, name: str = "dtype") -> torch.dtype | CustomDtype:
         found = custom or getattr(torch, word, None)
         if isinstance(found, torch.dtype | CustomDtype):
             return found
-    raise ConfigError(f'{name}={given!r} is no element type. Write one such as torch.float16, or its name: "float16".')
+    raise ConfigError(f'{name}={given!r} is not an element type. Write one such as torch.float16, or its name: "float16".')
 
 
 def make_sizer(dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Sizer:

@@ -53,7 +53,7 @@ def parse_device_key(given: Any, where: str) -> Device:
             return int(digits)
         if not colon:
             return 0 if family.indexed else kind
-    raise ConfigError(f'{where} has {given!r}, which is no device. Write the number of an accelerator (0, 1, ...), "cpu" or "disk".')
+    raise ConfigError(f'{where} has {given!r}, which is not a device. Write the number of an accelerator (0, 1, ...), "cpu" or "disk".')
 
 
 def resolve_device(given: Any, where: str) -> torch.device:
@@ -66,7 +66,7 @@ def resolve_device(given: Any, where: str) -> torch.device:
     family = best_family() if kind is None else next((family for family in FAMILIES if family.type == kind), None)
     try:
         key = parse_device_key(given, where)
-    except ConfigError:  # the message below also fits what is no device anywhere
+    except ConfigError:  # the message below also fits what is not a device anywhere
         family = None
     if family is CPU and kind is not None:
         return HOST
@@ -150,7 +150,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     slipstream.errors.ConfigError: device_map has no device for 1.weight, 1.bias. Add them or the modules around them, or "" for all ...
     """
     if not isinstance(device_map, Mapping):
-        raise ConfigError(f'device_map={device_map!r} is no dict. Write a device for each module, as in {{"embed": 0, "head": "cpu"}}.')
+        raise ConfigError(f'device_map={device_map!r} is not a dict. Write a device for each module, as in {{"embed": 0, "head": "cpu"}}.')
     tensors = _tensor_names(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     known = {*tensors, *modules}
@@ -190,7 +190,7 @@ def parse_class_names(given: str | Iterable[str] | None) -> frozenset[str]:
     """
     names = frozenset([given] if isinstance(given, str) else given or ())
     if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigError(f'no_split_module_classes has {wrong[0]!r}, which is no name of a class. Write names, as in ["Block"].')
+        raise ConfigError(f'no_split_module_classes has {wrong[0]!r}, which is not the name of a class. Write names, as in ["Block"].')
     return names
 
 

@@ -155,7 +155,7 @@ def _check_names(module: torch.nn.Module, module_name: str, names: set[str]) -> 
 def _broadcast_to_blocks(
     execution_device: _Device | Mapping[str, _Device] | None, offload: bool | Mapping[str, bool], whole: str
 ) -> tuple[Mapping[str, _Device | None], Mapping[str, bool]]:
-    """Return both as mappings; what is no mapping holds for every block of the other, or for the whole."""
+    """Return both as mappings; what is not a mapping holds for every block of the other, or for the whole."""
     names = [name for given in (execution_device, offload) if isinstance(given, Mapping) for name in given] or [whole]
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
@@ -256,7 +256,7 @@ def attach_layerwise_casting_hooks(
     try:
         searches = [re.compile(pattern) for pattern in patterns]
     except (re.error, TypeError) as error:
-        raise ConfigError(f"skip_modules_pattern={skip_modules_pattern!r} is no regular expression ({error}).") from error
+        raise ConfigError(f"skip_modules_pattern={skip_modules_pattern!r} is not a regular expression ({error}).") from error
     if skip_modules_pattern is None and skip_modules_classes is None:
         add_hook_to_module(module, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
         return
@@ -274,4 +274,4 @@ def attach_layerwise_casting_hooks(
 def _checked(name: str, dtype: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
-    raise ConfigError(f"{name}={dtype!r} is no type of fractions. Write a torch.dtype such as torch.bfloat16 or torch.float8_e4m3fn.")
+    raise ConfigError(f"{name}={dtype!r} is not a floating point type. Write a torch.dtype such as torch.bfloat16 or torch.float8_e4m3fn.")

@@ -83,7 +83,7 @@ def set_module_tensor_to_device(
     wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype or old.dtype
     if not isinstance(wanted, torch.dtype):
         raise ConfigError(
-            f"dtype={dtype!r}, given for {tensor_name}, is none that torch has. Write a torch.dtype, or its name such as 'bfloat16'."
+            f"dtype={dtype!r}, given for {tensor_name}, is not a torch dtype. Write a torch.dtype, or its name such as 'bfloat16'."
         )
     if not (source.is_floating_point() and wanted.is_floating_point):
         wanted = source.dtype

@@ -1,7 +1,7 @@
 """Offload folders: weights written to disk with an `index.json`, as Accelerate's `<name>.dat` files or as safetensors files.
 
-A `.dat` file holds the elements alone; the index has dtype and shape by name. Folders of Accelerate are read, and Accelerate reads ours.
-Files are replaced as a whole, so that a process that has the old one mapped keeps it, and the index is merged under a lock. Names from an
+A `.dat` file contains only the elements; the index has dtype and shape by name. The format is that of Accelerate, in both directions.
+Files are replaced atomically, so a process that has the old file mapped keeps it, and the index is merged under a lock. Names from an
 index cannot lead out of the folder, links are not followed, and only regular files are opened.
 """
 
@@ -28,7 +28,7 @@ from slipstream.checkpoint.tensor_bytes import DTYPES, dtype_name, require_stora
 from slipstream.errors import CheckpointError
 from slipstream.files.atomic_files import AtomicFiles
 from slipstream.files.disk import Disk
-from slipstream.files.os_errors import describe_os_error, suggest_remedy
+from slipstream.files.os_errors import explain_os_errors
 from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import plan_layout
 from slipstream.files.strict_json import dump
@@ -48,7 +48,7 @@ _PathLike = str | os.PathLike[str]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: _PathLike, index: MutableMapping[str, Any] | None = None
 ) -> MutableMapping[str, Any] | None:
-    """Write one tensor to `<offload_folder>/<weight_name>.dat`, enter it in `index`, and return that.
+    """Write one tensor to `<offload_folder>/<weight_name>.dat`, add it to `index`, and return the index.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def offload_weight(
     data = tensor_bytes(weight)
     folder = Path(offload_folder)
     temporary = folder / f".{secrets.token_hex(8)}.writing"
-    with _explain_os_error(folder):
+    with explain_os_errors(f"Weights cannot be offloaded to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -89,7 +89,7 @@ def load_offloaded_weight(weight_file: _PathLike, weight_info: Mapping[str, Any]
         if size != wanted:
             raise CheckpointError(
                 f"{path} has {size:,} bytes, but a tensor of {dtype_name(dtype)} with shape {list(shape)}, as the index says, has "
-                f"{wanted:,}. It belongs to another index, or was not written to its end: offload the weights again."
+                f"{wanted:,}. It belongs to a different index, or is incomplete: offload the weights again."
             )
         if not size:
             return torch.empty(shape, dtype=dtype)
@@ -100,13 +100,13 @@ def load_offloaded_weight(weight_file: _PathLike, weight_info: Mapping[str, Any]
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: _PathLike) -> None:
-    """Merge entries into the `index.json` of a folder, under a lock: several processes may do so at once."""
+    """Merge entries into the `index.json` of a folder, under a lock, as several processes may do so at once."""
     if not index:
         return
     folder = Path(offload_folder)
     for name in index:
         _file_of(name, "the index to save")
-    with _explain_os_error(folder):
+    with explain_os_errors(f"Weights cannot be offloaded to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             merged = {**read_index(folder), **index}
@@ -114,7 +114,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: _PathLike) -> N
 
 
 def offload_state_dict(save_dir: _PathLike, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write every tensor of a state dict into a folder, and its index.
+    """Write every tensor of a state dict into a folder, with an index.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def offload_state_dict(save_dir: _PathLike, state_dict: Mapping[str, torch.Tenso
 
 
 def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any] | None, offload_folder: _PathLike) -> None:
-    """Give a model the weights that an index names, from a folder, in host memory."""
+    """Load the weights that an index names from a folder into a model, in host memory."""
     folder = Path(offload_folder)
     for name, described in (index or {}).items():
         file = _file_of(name, "the index")
@@ -154,18 +154,18 @@ def extract_submodules_state_dict(state_dict: Mapping[str, torch.Tensor], submod
 
 
 def _enclosing_names(key: str) -> Iterator[str]:
-    """Yield a name and those of all modules around it."""
+    """Yield a name and the names of all enclosing modules."""
     while key:
         yield key
         key = key.rpartition(".")[0]
 
 
 def _file_of(name: Any, where: str) -> str:
-    """Return the file name of a weight. Names of weights have dots, not folders."""
+    """Return the file name of a weight; raise if the weight's name contains a folder."""
     file = f"{name}.dat" if isinstance(name, str) and name else name
     checked = check_name(file, where)
     if "/" in checked:
-        raise CheckpointError(f"{where} has a weight {name!r}, whose file would lie in a folder of its own. Such a name is not opened.")
+        raise CheckpointError(f"{where} has a weight {name!r}, whose file would be in a subfolder. Such names are not opened.")
     return checked
 
 
@@ -179,7 +179,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             if time.monotonic() > until:
                 raise CheckpointError(
-                    f"Another process holds {path} for more than {_LOCK_SECONDS:.0f} s. End it, or remove that file."
+                    f"Another process has held {path} for more than {_LOCK_SECONDS:.0f} s. End it, or remove that file."
                 ) from None
             time.sleep(0.02)
         except OSError as error:
@@ -193,18 +193,8 @@ def _locked(folder: Path) -> Iterator[None]:
             disk.unlock(path, held)
 
 
-@contextmanager
-def _explain_os_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"Weights cannot be offloaded to {folder}: {describe_os_error(error)}. {suggest_remedy(error)}") from error
-
-
 def group_by_size(groups: Iterable[Sequence[ModuleTensor]], largest: int) -> list[list[ModuleTensor]]:
-    """Return the tensors of each file: groups stay together, and a file takes further groups up to `largest` bytes."""
+    """Return the tensors of each file: groups stay together, and a file contains several groups up to `largest` bytes."""
     files: list[list[ModuleTensor]] = []
     room = -1
     for group in groups:
@@ -224,9 +214,9 @@ def write_offload_files(
     done: Callable[[ModuleTensor], object] = lambda tensor: None,
     argument: str,
 ) -> dict[str, dict[str, Any]]:
-    """Write the values of tensors to files in a folder, which is made if needed; return the index, with file names within the folder.
+    """Write the values of tensors to files in a folder, which is created if needed; return the index, with file names within the folder.
 
-    `done` is called with every tensor that has been handed to the disk. `argument` is what the user names the folder by.
+    `done` is called with every tensor after it was written. `argument` is the user's argument that names the folder.
     """
     index: dict[str, dict[str, Any]] = {}
     try:
@@ -246,7 +236,7 @@ def write_offload_files(
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        raise CheckpointError(f"{argument} cannot take the weights. {error}") from error.__cause__
+        raise CheckpointError(f"{argument} cannot be written. {error}") from error.__cause__
     return index
 
 
@@ -254,7 +244,7 @@ def _check_writable(tensor: ModuleTensor) -> None:
     assert tensor.value is not None
     require_storable(tensor.value, tensor.name)
     if tensor.dtype not in DTYPES:
-        raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which an offload folder cannot hold. Keep its module in memory.")
+        raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which an offload folder does not support. Keep its module in memory.")
 
 
 def _value_chunks(header: bytes, tensors: Sequence[ModuleTensor], done: Callable[[ModuleTensor], object]) -> Iterator[Any]:

@@ -1,9 +1,9 @@
-"""The weight store: memory-mapped weights, which blocks of a model stay in memory, which are prefetched, and which are given back.
+"""The weight store: memory-mapped weights; decides which blocks of a model stay in memory, are prefetched, or are released.
 
-Tensors are views of a file's pages, which the kernel reads when they are used. The mapping is private: what a script writes into such a
-tensor never reaches the file. When a block is about to run, the next ones are prefetched; what comes next is learned from the previous
-pass. Under a memory limit some blocks stay resident and the others pass through a small window, which is the best choice for a cyclic
-order. On an accelerator the next block is copied through pinned memory on a side stream. A block's tensors always have the file's values.
+Tensors are views of a file's pages, which the kernel reads on first use. The mapping is private: writes into such a tensor never reach the
+file. When a block is about to run, the next ones are prefetched, in the order of the previous pass. Under a memory limit some blocks stay
+resident and the others pass through a small window, which is optimal for a cyclic order. On an accelerator the next block is copied
+through pinned memory on a side stream.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from slipstream.big_models.device_map.plan import PREFETCHED_BLOCKS
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.devices.memory import convert_bytes, host_memory
 from slipstream.devices.table import family_of
@@ -34,8 +35,8 @@ from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
 from slipstream.logging import get_logger
 
 __all__ = [
-    "BlockScheduler", "BlockTransfer", "DeviceBundle", "DirectBlockReader", "MappedFile", "PREFETCHED_BLOCKS", "PageBundle", "Residency",
-    "Span", "WeightBlock", "WeightStore", "decide_residency", "merge_spans", "open_mapped_file", "release_pages",
+    "BlockScheduler", "BlockTransfer", "DeviceBundle", "DirectBlockReader", "MappedFile", "PageBundle", "Residency", "Span", "WeightBlock",
+    "WeightStore", "decide_residency", "merge_spans", "open_mapped_file", "release_pages",
 ]
 
 
@@ -46,7 +47,7 @@ Span = tuple[int, int]
 
 _PAGE: Final = mmap.PAGESIZE
 _PREFETCH_CHUNK: Final = 1 << 20
-"""Bytes that are asked for in one call: of more, Linux takes only the beginning (as much as the disk reads ahead at most)."""
+"""Bytes requested in one call: of a longer range Linux prefetches only the beginning (the read-ahead size of the disk)."""
 _POPULATE_READ: Final = 22
 """Linux 5.14 and later: maps all pages of a range at once, and waits for those that are being read."""
 
@@ -76,7 +77,7 @@ class MappedFile:
             close(fd)
 
     def layout(self) -> SafetensorsLayout:
-        """Return where the tensors lie in a safetensors file; its header is read and checked."""
+        """Return the layout of a safetensors file; its header is read and checked."""
         view = memoryview(self._map)
         return read_layout(lambda offset, count: view[offset : offset + count], self.size, self.where)
 
@@ -89,10 +90,10 @@ class MappedFile:
         if _file_state(self._fd) != self._seen:
             raise CheckpointError(
                 f"{self.where} was changed while weights in it are in use. Write new weights to a new file and rename it to this name: "
-                "who has the old one open keeps it. Load the model again."
+                "processes that have the old file open keep it. Load the model again."
             )
 
-    def ask(self, span: Span) -> None:
+    def request(self, span: Span) -> None:
         """Ask the kernel to read these bytes, without waiting."""
         if hasattr(os, "posix_fadvise"):
             for start in range(span[0], span[1], _PREFETCH_CHUNK):
@@ -102,9 +103,9 @@ class MappedFile:
             self._map.madvise(mmap.MADV_WILLNEED, start, span[1] - start)
 
     def wait(self, span: Span) -> None:
-        """Wait until these bytes are in memory: computing on pages that are still being read would stop at each of them.
+        """Wait until these bytes are in memory: computing on pages that are still being read would block at each of them.
 
-        Other threads continue meanwhile. Where the system has no such call, the pages are read when they are touched.
+        Other threads continue meanwhile. On systems without such a call the pages are read on first access.
         """
         if sys.platform != "linux":  # elsewhere that number may mean something else
             return
@@ -114,20 +115,20 @@ class MappedFile:
         _libc().madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(span[1] - start), _POPULATE_READ)
 
     def give_back(self, span: Span) -> None:
-        """Give back the whole pages among these bytes; the machine may keep them cached."""
+        """Release the whole pages among these bytes; they may stay in the page cache."""
         release_pages(self._map, span)
 
     def restore(self, span: Span) -> None:
-        """Make these bytes those of the file again, whatever was written to them."""
+        """Discard what was written to these bytes, so that they have the values of the file again."""
         self.give_back(span)
         start, end = _whole_pages(span)
         edges = [(span[0], start), (end, span[1])] if start < end else [span]
-        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as fresh:  # pages that others share are not given back: copied instead
+        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as fresh:  # pages shared with other tensors are not released: copied instead
             for start, end in edges:
                 self._map[start:end] = fresh[start:end]
 
-    def read_around(self, start: int, into: memoryview, needed: int) -> None:
-        """Read `needed` bytes from `start` on past the page cache; `start` and the length of `into` are multiples of a sector."""
+    def read_direct(self, start: int, into: memoryview, needed: int) -> None:
+        """Read `needed` bytes from `start` on with direct I/O; `start` and the length of `into` are multiples of a sector."""
         if self._direct is None:
             self._direct = set_direct_io(self._fd, True)
         done = 0
@@ -137,7 +138,7 @@ class MappedFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._direct = set_direct_io(self._fd, False)  # some file systems accept the flag and then want larger reads
+                self._direct = set_direct_io(self._fd, False)  # some file systems accept the flag and then require larger reads
                 continue
             if not count:
                 raise CheckpointError(f"{self.where} ended early: it was shortened while weights in it are in use. Load the model again.")
@@ -147,7 +148,7 @@ class MappedFile:
 
 
 def release_pages(mapped: Any, span: Span) -> None:
-    """Give back the whole pages of a mapping among these bytes; they are read again when they are used."""
+    """Release the whole pages of a mapping among these bytes; they are read again on the next use."""
     start, end = _whole_pages(span)
     if end > start and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
@@ -171,16 +172,16 @@ def merge_spans(spans: Iterable[Span], gap: int = _PAGE) -> Iterator[Span]:
     >>> list(merge_spans([(0, 10), (5000, 6000), (10, 20)], gap=16))
     [(0, 20), (5000, 6000)]
     """
-    begun: Span | None = None
+    current: Span | None = None
     for span in sorted(spans):
-        if begun is not None and span[0] - begun[1] < gap:
-            begun = (begun[0], max(begun[1], span[1]))
+        if current is not None and span[0] - current[1] < gap:
+            current = (current[0], max(current[1], span[1]))
             continue
-        if begun is not None:
-            yield begun
-        begun = span
-    if begun is not None:
-        yield begun
+        if current is not None:
+            yield current
+        current = span
+    if current is not None:
+        yield current
 
 
 @lru_cache(maxsize=1)
@@ -194,13 +195,13 @@ def _file_state(fd: int) -> tuple[int, int]:
 
 
 _SECTOR: Final = 4096
-"""Reads past the page cache begin and end at multiples of this."""
+"""Direct reads begin and end at multiples of this."""
 
 
 class WeightBlock:
-    """Tensors that are used together; `spans` says for each in which bytes of which file it lies, None if it is in memory."""
+    """Tensors that are used together; `spans` has the file and bytes of each, or None if it is in memory."""
 
-    __slots__ = ("active", "asked", "name", "number", "parts", "present", "size", "spans", "tensors")
+    __slots__ = ("active", "requested", "name", "number", "parts", "present", "size", "spans", "tensors")
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor], spans: Sequence[tuple[MappedFile, Span] | None]) -> None:
         self.name = name
@@ -208,11 +209,11 @@ class WeightBlock:
         self.tensors = tensors
         self.spans = spans
         self.active = 0
-        """How many callers run on it now."""
-        self.asked = False
-        """Whether its pages were asked for and not given back since."""
+        """The number of callers that run on it now."""
+        self.requested = False
+        """Whether its pages were requested and not released since."""
         self.present = False
-        """Whether it was waited for, too."""
+        """Whether its pages are in memory: requested, and waited for."""
         files: dict[MappedFile, list[Span]] = {}
         for place in spans:
             if place is not None:
@@ -230,11 +231,11 @@ class WeightBlock:
         for file, _ in self.parts:
             file.check()
 
-    def ask(self) -> None:
-        """Ask for what is not in memory, without waiting."""
+    def request(self) -> None:
+        """Request what is not in memory, without waiting."""
         for file, span in self.parts:
-            file.ask(span)
-        self.asked = True
+            file.request(span)
+        self.requested = True
 
     def wait(self) -> None:
         """Wait until all of it is in memory."""
@@ -243,25 +244,25 @@ class WeightBlock:
         self.present = True
 
     def give_back(self) -> None:
-        """Give the memory back; the next use reads again."""
+        """Release the memory; the next use reads again."""
         for file, span in self.parts:
             file.give_back(span)
-        self.asked = self.present = False
+        self.requested = self.present = False
 
     def restore(self) -> None:
-        """Make its tensors on pages those of the file again."""
+        """Discard what was written to its tensors."""
         for file, span in self.parts:
             file.restore(span)
-        self.asked = self.present = False
+        self.requested = self.present = False
 
     def read(self, buffer: memoryview) -> list[torch.Tensor]:
-        """Read its tensors from the disk into a buffer (of `room` bytes at least) that they keep alive."""
+        """Read its tensors with direct I/O into a buffer of at least `room` bytes, which the tensors keep alive."""
         held = torch.frombuffer(buffer, dtype=torch.uint8)
         starts: dict[tuple[MappedFile, Span], int] = {}
         filled = 0
         for file, span in self.parts:
             start, end = _sector_span(span)
-            file.read_around(start, buffer[filled : filled + end - start], span[1] - start)
+            file.read_direct(start, buffer[filled : filled + end - start], span[1] - start)
             starts[file, span] = filled - start
             filled += end - start
         return [self._in(held, starts, index) for index in range(len(self.tensors))]
@@ -271,7 +272,7 @@ class WeightBlock:
         if place is None or not like.numel():
             return like
         file, (start, end) = place
-        base = next(begun for (part, span), begun in starts.items() if part is file and span[0] <= start and end <= span[1])
+        base = next(base for (part, span), base in starts.items() if part is file and span[0] <= start and end <= span[1])
         if (base + start) % like.itemsize:  # cannot be read in place; neither could its pages, so `like` is a copy already
             return like
         return held[base + start : base + end].view(like.dtype).view(like.shape)
@@ -281,10 +282,7 @@ def _sector_span(span: Span) -> Span:
     return (span[0] // _SECTOR * _SECTOR, -(-span[1] // _SECTOR) * _SECTOR)
 
 
-# --- what stays in memory ----------------------------------------------------------------------------------------------------
-
-PREFETCHED_BLOCKS = 2
-"""Blocks that are prefetched: one that is being read, and one behind it that keeps the disk busy."""
+# --- residency ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -294,11 +292,11 @@ class Residency:
     kept: frozenset[int]
     """The numbers of the blocks that stay."""
     ahead: int
-    """How many blocks are prefetched."""
+    """The number of prefetched blocks."""
 
 
 def decide_residency(sizes: Sequence[int], limit: int | None, names: Sequence[str] = ()) -> Residency:
-    """Return the blocks that stay within `limit` bytes (None: no limit), beside the window for those that do not.
+    """Return the blocks that stay resident within `limit` bytes (None: no limit), beside the window for the others.
 
     >>> decide_residency([10, 10, 10, 10, 10, 10], limit=45)
     Residency(kept=frozenset({0}), ahead=2)
@@ -335,9 +333,9 @@ _READER_THREADS: Final = 2
 class DirectBlockReader:
     """Reads blocks with direct I/O into up to `count` buffers of `room` bytes.
 
-    For blocks that are larger together than the free memory: in the page cache they would evict each other and what others have there.
-    It is kept beside mapped pages because it is faster in that case: 512 MB in 0.63 s and 0.05 s of CPU time, where pages that are
-    prefetched, waited for and given back take 0.79 to 0.96 s and 0.21 s (2 cores, cold cache).
+    Used if the blocks together exceed the free memory: in the page cache they would evict each other and the data of other processes.
+    It is kept beside mapped pages because it is faster in that case: 512 MB take 0.63 s and 0.05 s of CPU time; with pages that are
+    prefetched, waited for and released they take 0.79 to 0.96 s and 0.21 s (2 cores, cold cache).
     """
 
     def __init__(self, room: int, count: int) -> None:
@@ -349,8 +347,8 @@ class DirectBlockReader:
         self._process = 0
 
     def start(self, block: WeightBlock) -> None:
-        """Begin to read a block, unless it is being read or no buffer is free."""
-        if self._process != os.getpid():  # threads do not survive a fork, and what they were reading never ends
+        """Start to read a block, unless it is being read or no buffer is free."""
+        if self._process != os.getpid():  # threads do not survive a fork, so their reads never finish
             self._process, self._readers, self._filled = os.getpid(), None, {}
         memory = self._buffer() if block not in self._filled else None
         if memory is None:
@@ -365,12 +363,12 @@ class DirectBlockReader:
         return None if reading is None else reading.result()
 
     def drop(self, keep: list[WeightBlock]) -> None:
-        """Forget blocks that have run, except these and those that still run."""
+        """Discard the buffers of blocks that are neither running nor in `keep`."""
         for block in [block for block in self._filled if not block.active and block not in keep]:
             del self._filled[block]
 
     def forget(self, block: WeightBlock) -> None:
-        """Drop what was read of a block."""
+        """Discard the buffer of a block."""
         self._filled.pop(block, None)
 
     def _buffer(self) -> memoryview | None:
@@ -394,14 +392,14 @@ class BlockScheduler(Protocol):
 
 
 class WeightStore:
-    """All blocks of one model, and the memory that they may take: `limit` bytes, or as much as there is."""
+    """All blocks of one model, and the memory that they may take: `limit` bytes, or all there is."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.turns: BlockScheduler | None = None
         self.blocks: list[WeightBlock] = []
         self.warned: set[str] = set()
-        """Warnings about its blocks that were logged."""
+        """Kinds of warnings about its blocks that were logged."""
         self._plan: Residency | None = None
         self._direct_reader: DirectBlockReader | None = None
         self._after: dict[tuple[int, int], int] = {}
@@ -409,7 +407,7 @@ class WeightStore:
         self._before_last: WeightBlock | None = None
         self._faults = 0
         self._transient: list[WeightBlock] = []
-        """Blocks whose pages were asked for and will be given back."""
+        """Blocks whose pages were requested and will be released."""
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightStore:
@@ -429,8 +427,8 @@ class WeightStore:
         return self._residency().kept
 
     @property
-    def reads_around(self) -> bool:
-        """Whether the other blocks are read past the page cache, which has no room for them."""
+    def reads_directly(self) -> bool:
+        """Whether the other blocks are read with direct I/O, because they exceed the free memory."""
         self._residency()
         return self._direct_reader is not None
 
@@ -449,23 +447,23 @@ class WeightStore:
             return block.tensors if found is None else found
 
     def recall(self, block: WeightBlock) -> None:
-        """Ask for the pages of a block and the one before it, because a backward pass reached what the block computed.
+        """Request the pages of a block and of the one before it, because a backward pass reached the block's outputs.
 
-        What a graph holds in a buffer is in memory already.
+        Buffers that the autograd graph holds are in memory already.
         """
         with self._lock:
             kept = self._residency().kept
             coming = [needed for needed in (block, self.blocks[max(0, block.number - 1)]) if needed.number not in kept]
             self._drop_passed(coming)
             for needed in coming:
-                if not needed.asked:
-                    needed.ask()
+                if not needed.requested:
+                    needed.request()
                     self._transient.append(needed)
             if not block.present:
                 block.wait()
 
     def leave(self, block: WeightBlock) -> None:
-        """Note that a block has run. Its memory is given back when another one is entered."""
+        """Record that a block has run. Its memory is released when another block is entered."""
         with self._lock:
             block.active -= 1
 
@@ -475,7 +473,7 @@ class WeightStore:
         return self._next(before, block)
 
     def peek(self, block: WeightBlock) -> Sequence[torch.Tensor]:
-        """Return the tensors of a block that was asked for and does not run yet."""
+        """Return the tensors of a block that was requested and does not run yet."""
         with self._lock:
             return self._read_directly(block) or block.tensors
 
@@ -483,7 +481,7 @@ class WeightStore:
         return None if self._direct_reader is None else self._direct_reader.finish(block)
 
     def restore(self, block: WeightBlock) -> None:
-        """Make the tensors of a block those of the file again, after something wrote into them."""
+        """Discard what was written into the tensors of a block."""
         with self._lock:
             block.restore()
             self._last = self._before_last = None
@@ -491,7 +489,7 @@ class WeightStore:
                 self._direct_reader.forget(block)
 
     def release(self) -> None:
-        """Give back all memory of blocks that are not running; they are read again when they are used."""
+        """Release all memory of blocks that are not running; they are read again on the next use."""
         with self._lock:
             for block in self.blocks:
                 if not block.active:
@@ -510,7 +508,7 @@ class WeightStore:
         return self._plan
 
     def _next(self, before: WeightBlock | None, block: WeightBlock) -> WeightBlock:
-        """Return what came last time after these two; else the next one in the same direction."""
+        """Return the block that followed these two last time; else the next one in the same direction."""
         if before is None or before is block:
             return self.blocks[(block.number + 1) % len(self.blocks)]
         known = self._after.get((before.number, block.number))
@@ -532,22 +530,22 @@ class WeightStore:
         if self._direct_reader is not None:
             self._direct_reader.drop(coming)
         for needed in coming:
-            self._ask(needed, passing=needed.number not in plan.kept)
+            self._request(needed, passing=needed.number not in plan.kept)
 
     def _drop_passed(self, keep: Sequence[WeightBlock]) -> None:
         for block in [block for block in self._transient if not block.active and block not in keep]:
             block.give_back()
             self._transient.remove(block)
 
-    def _ask(self, block: WeightBlock, *, passing: bool) -> None:
+    def _request(self, block: WeightBlock, *, passing: bool) -> None:
         if passing and self._direct_reader is not None:
             self._direct_reader.start(block)
-        elif not block.asked:
-            block.ask()
+        elif not block.requested:
+            block.request()
             self._transient += [block] if passing else []
 
     def _begin_pass(self) -> None:
-        """Check once per pass that the files are unchanged, and that what was taken for resident is so."""
+        """Check once per pass that the files are unchanged, and that resident blocks were not evicted."""
         for file in {part[0] for block in self.blocks for part in block.parts}:
             file.check()
         faults = _count_major_faults()
@@ -555,11 +553,11 @@ class WeightStore:
             self._faults = faults
             for block in self.blocks:
                 if block not in self._transient:
-                    block.asked = block.present = False
+                    block.requested = block.present = False
 
 
 def _count_major_faults() -> int:
-    """Return how often this process had to wait for a page from a disk, where the system counts that."""
+    """Return the number of major page faults of this process; 0 if the system does not count them."""
     try:
         import resource
     except ImportError:
@@ -584,11 +582,11 @@ class PageBundle:
             self.store.turns.arrive(self.block)
 
     def take(self) -> Sequence[torch.Tensor]:
-        """Return the tensors, whose pages have been asked for."""
+        """Return the tensors, whose pages were requested."""
         return self.store.enter(self.block)
 
     def give_back(self) -> None:
-        """Note that the module has run."""
+        """Record that the module has run."""
         self.store.leave(self.block)
 
     def restore(self) -> None:
@@ -619,13 +617,13 @@ class BlockTransfer:
         make = getattr(self._namespace, "Stream", None)
         if make is None:
             get_logger(__name__).warning(
-                f"Weights are copied to {self.device} when they are needed: torch has no streams for such devices, so nothing goes ahead."
+                f"Weights are copied to {self.device} when they are needed: torch has no streams for such devices, so nothing is prefetched"
             )
             return None
         return make(device=self.device)
 
     def start(self, block: WeightBlock, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to copy the tensors of a block, unless they are under way."""
+        """Start to copy the tensors of a block, unless they are being copied."""
         if self._stream is None or block in self._coming:
             return
         staged = self._staged(tensors)
@@ -650,11 +648,11 @@ class BlockTransfer:
         return copies
 
     def keep(self, blocks: Sequence[WeightBlock]) -> None:
-        """Drop copies of other blocks, which were not used."""
+        """Discard copies of other blocks, which were not used."""
         self._coming = {block: coming for block, coming in self._coming.items() if block in blocks}
 
     def _staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors in the next pinned buffer, once its last copy is through."""
+        """Return the tensors in the next pinned buffer, once its previous copy has finished."""
         places, total = [], 0
         for tensor in tensors:
             places.append(total)
@@ -693,4 +691,4 @@ class DeviceBundle(PageBundle):
             self.transfer.start(following, self.store.peek(following))
 
     def recall(self) -> None:
-        """Do nothing: a graph holds the copies themselves."""
+        """Do nothing: the autograd graph holds the copies themselves."""

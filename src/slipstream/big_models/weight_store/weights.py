@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 INDEX_NAME = "index.json"
-"""The file of an offload folder that says what is in it."""
+"""The index file of an offload folder."""
 
 _TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in DTYPES}
 _ALL_DTYPES: Mapping[str, torch.dtype] = {**_TORCH_NAMES, **BYTE_VIEWED_DTYPES}
@@ -45,7 +45,7 @@ _ALL_DTYPES: Mapping[str, torch.dtype] = {**_TORCH_NAMES, **BYTE_VIEWED_DTYPES}
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """Where a tensor lies in a file, and the dtype that it is converted to (None: it stays)."""
+    """The bytes of a tensor in a file, and the dtype to convert it to (None: not converted)."""
 
     file: MappedFile
     dtype: str
@@ -60,7 +60,7 @@ class _FileTensor:
 
 
 class ConvertedBundle:
-    """A bundle whose tensors are converted to another dtype each time; what is written into them does not reach the file."""
+    """A bundle whose tensors are converted to a different dtype at every use; writes into them do not reach the file."""
 
     def __init__(self, bundle: PageBundle, wanted: Sequence[torch.dtype | None]) -> None:
         self.bundle, self.wanted = bundle, wanted
@@ -74,7 +74,7 @@ class ConvertedBundle:
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name from a state dict in memory, from a folder of `offload_state_dict`, and from safetensors files that `index` names.
 
-    `limit` is how much memory the ones in files may take at a time while modules run on them (bytes, or "2GB"); None is no limit.
+    `limit` is the memory that weights in files may take at a time while modules run on them (bytes, or "2GB"); None means no limit.
 
     >>> weights = OffloadedWeightsLoader({"bias": torch.ones(2)})
     >>> weights["bias"], list(weights)
@@ -106,7 +106,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.first_names: Mapping[str, str] = {}
         """The first name of each weight by all its names, where a dispatch knows them."""
         self.keeps_alive: tuple[Any, ...] = ()
-        """Temporary folders that its files lie in."""
+        """Temporary folders that contain its files."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
         return self  # a copy of the model shares the files, and the weights are not changed
@@ -136,7 +136,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         )
 
     def entry_of(self, key: str) -> dict[str, Any] | None:
-        """Return where a weight lies in a safetensors file, with its full path; None if it is in memory, or has a file of its own."""
+        """Return the index entry of a weight in a safetensors file, with its full path; None if it is in memory or in a `.dat` file."""
         entry = {} if key in self.state_dict else self.index[key]
         if "safetensors_file" not in entry:
             return None
@@ -144,7 +144,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return {"weight_name": key, **entry, "safetensors_file": str(Path(file.where).absolute())}
 
     def use_files_of(self, other: OffloadedWeightsLoader) -> None:
-        """Use the files that another loader has open: something else may have their names by now."""
+        """Use the files that another loader has open: their names may refer to different files by now."""
         opened = {str(Path(file.where).absolute()): (file, layout) for file, layout in other._files.values() if layout is not None}
         self._files = {**opened, **self._files}
 
@@ -172,17 +172,17 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return self._placed_alone(key, entry)
         wanted = _TORCH_NAMES.get(entry.get("dtype", ""))
         if wanted is None and entry.get("dtype") is not None:
-            raise CheckpointError(f"The index of offloaded weights has {key!r} with dtype {entry['dtype']!r}, which is none of torch's.")
+            raise CheckpointError(f"The index of offloaded weights has {key!r} with dtype {entry['dtype']!r}, which is not a torch dtype.")
         file, layout = self._opened(entry["safetensors_file"])
         assert layout is not None
         name = entry.get("weight_name", key)
         if (found := layout.entries.get(name)) is None:
-            raise CheckpointError(f"{file.where} has no tensor {name!r}, which the index of offloaded weights says is there.")
+            raise CheckpointError(f"{file.where} has no tensor {name!r}, which the index of offloaded weights names.")
         start, end = layout.data_start + found.start, layout.data_start + found.end
         return _FileTensor(file, found.dtype, found.shape, start, end, None if wanted is None or DTYPES[wanted] == found.dtype else wanted)
 
     def _placed_alone(self, key: str, entry: Mapping[str, Any]) -> _FileTensor:
-        """Return where a tensor lies that has a file of its own, as `offload_weight` writes it."""
+        """Return a tensor in a `.dat` file, as `offload_weight` writes it."""
         if self.save_folder is None:
             raise CheckpointError(f"The index has {key!r} as a file of an offload folder: give save_folder too.")
         index = str(Path(self.save_folder) / INDEX_NAME)
@@ -197,7 +197,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _opened(self, name: Any, *, inside: bool = False) -> tuple[MappedFile, SafetensorsLayout | None]:
         if not isinstance(name, (str, os.PathLike)):
-            raise CheckpointError(f"The index of offloaded weights names the file {name!r}, which is no path.")
+            raise CheckpointError(f"The index of offloaded weights names the file {name!r}, which is not a path.")
         known = self._files.get(os.fspath(name))
         if known is None:
             file = self._map(os.fspath(name), inside=inside or self._own)
@@ -206,7 +206,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _map(self, name: str, *, inside: bool) -> MappedFile:
         folder = None if self.save_folder is None else Path(self.save_folder)
-        if inside and folder is not None:  # the name comes from a file: it leads nowhere else
+        if inside and folder is not None:  # the name comes from a file: it must not lead out of the folder
             with ConfinedFolder(folder) as held:
                 return MappedFile(held.open(check_name(name, str(folder / INDEX_NAME))), str(folder / name))
         within = None if folder is None else folder / name
@@ -240,14 +240,14 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
 
 def read_index(folder: Path, *, required: bool = False) -> dict[str, dict[str, Any]]:
-    """Return the index of an offload folder; without one an empty one, or an error if it is required."""
+    """Return the index of an offload folder; without an index file return {}, or raise if it is required."""
     if not required and not (folder / INDEX_NAME).exists():
         return {}
     with ConfinedFolder(folder) as held:
         content = strict_json.parse(held.read(INDEX_NAME, strict_json.LARGEST), str(folder / INDEX_NAME))
     if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
         raise CheckpointError(
-            f"{folder / INDEX_NAME} is no index of offloaded weights, which maps names to descriptions. Remove it, or use another folder."
+            f"{folder / INDEX_NAME} is not an index of offloaded weights, which maps names to entries. Remove it, or use another folder."
         )
     return content
 
@@ -257,14 +257,14 @@ def parse_description(info: Mapping[str, Any], where: str) -> tuple[torch.dtype,
     dtype, shape = _ALL_DTYPES.get(str(info.get("dtype"))), info.get("shape")
     if dtype is None or not isinstance(shape, (list, tuple)) or not all(type(size) is int and size >= 0 for size in shape):
         raise CheckpointError(
-            f"The index describes {where} as {dict(info)!r:.200}, which is no tensor. "
-            "It takes a dtype such as 'float32' and a shape such as [2, 3]."
+            f"The index describes {where} as {dict(info)!r:.200}, which is not a tensor. "
+            "An entry needs a dtype such as 'float32' and a shape such as [2, 3]."
         )
     return dtype, tuple(shape)
 
 
 def make_index_entry(file: str, name: str, dtype: torch.dtype, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the index entry of a tensor that stands as `name` in a safetensors file.
+    """Return the index entry of the tensor `name` in a safetensors file.
 
     >>> make_index_entry("/models/a.safetensors", "bias", torch.float16, (2,))
     {'safetensors_file': '/models/a.safetensors', 'weight_name': 'bias', 'dtype': 'float16', 'shape': [2]}

@@ -25,7 +25,7 @@ from typing import Any
 
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
-from slipstream.files.os_errors import describe_os_error, suggest_remedy
+from slipstream.files.os_errors import explain_os_errors
 
 __all__ = ["JournalEntry", "JournalHeader", "ResultJournal", "check_result", "finish_journal", "prepare_journal", "read_journal"]
 
@@ -361,11 +361,5 @@ def _write(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-@contextlib.contextmanager
-def _explain_os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"The results cannot be kept in {path}: {describe_os_error(error)}. {suggest_remedy(error)}") from error
+def _explain_os_errors(path: Path) -> contextlib.AbstractContextManager[None]:
+    return explain_os_errors(f"The results cannot be kept in {path}")

@@ -29,7 +29,7 @@ _STEPS_BETWEEN = 100
 
 
 class NonFiniteError(SlipstreamError, FloatingPointError):
-    """A gradient is NaN or infinite, and `on_nan="raise"` was asked for; the message names the step, the ranks and the parameters."""
+    """Raised with `on_nan="raise"` for a NaN or infinite gradient; the message names the step, the ranks and the parameters."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class _KindState:
 class FindingReporter:
     """Logs findings, each kind at most three times, with a growing number of steps in between.
 
-    All ranks report through the main process, so that a thousand of them do not log the same: `tell` sends events there, and `receive`
-    logs them.
+    All ranks report through the main process, so that the same warning is not logged by every rank: `tell` sends events there, and
+    `receive` logs them.
     """
 
     def __init__(self, tell: Callable[[dict[str, Any]], None] | None = None, is_main: bool = True, world_size: int = 1) -> None:
@@ -121,12 +121,12 @@ class FindingReporter:
         """Hold a finding on the main process until every rank has reported, since it may have begun on another one."""
         self._held.append((finding, own))
 
-    def release(self, told: float = math.inf) -> None:
-        """Report the earliest held finding once every rank has reported its steps up to `told`; the others are its consequences."""
+    def release(self, last_step: float = math.inf) -> None:
+        """Report the earliest held finding once every rank has reported its steps up to `last_step`; the others are its consequences."""
         if not self._held:
             return
         finding, own = min(self._held, key=lambda held: (*held[0].order, held[0].rank or 0))
-        if told < (finding.step or 0):
+        if last_step < (finding.step or 0):
             return
         first = {held.rank for held, _ in self._held if held.order == finding.order}
         self._held = []
@@ -138,7 +138,7 @@ class FindingReporter:
             self._log(finding)
 
     def log_unheard(self, event: Mapping[str, Any]) -> None:
-        """Log a finding on another rank, because the main process has ended before it could."""
+        """Log a finding on a rank other than 0, because the main process ended before it could log it."""
         if event.get("kind") == "guard":
             self._log(GuardFinding.of(event))
 
@@ -197,8 +197,8 @@ class FindingReporter:
     def _log(self, finding: GuardFinding) -> None:
         state = self._kinds[finding.kind]
         count, state.suppressed = state.suppressed, 0
-        more = f" (Found {'once' if count == 1 else f'{count} times'} more since it was said last.)" if count else ""
-        last = " (Not said again in this run.)" if state.times == _MAX_WARNINGS else ""
+        more = f" (Found {'once' if count == 1 else f'{count} times'} more since the last report.)" if count else ""
+        last = " (Not reported again in this run.)" if state.times == _MAX_WARNINGS else ""
         self._logger.warning("%s%s%s", finding, more, last, main_process_only=self._is_main)
 
 
@@ -212,12 +212,12 @@ class RankReports:
     >>> from torch.distributed import HashStore
     >>> store = HashStore()
     >>> ranks = [RankReports(lambda: store, rank, 2, "sums", "sums are compared") for rank in range(2)]
-    >>> ranks[0].add("first", b"5", "a note")
+    >>> ranks[0].add("first", b"5", "a context")
     >>> ranks[0].take()
     []
     >>> ranks[1].add("first", b"7")
     >>> ranks[0].take()
-    [('a note', [b'5', b'7'])]
+    [('a context', [b'5', b'7'])]
     """
 
     def __init__(self, store: Callable[[], Any], rank: int, world_size: int, prefix: str, purpose: str) -> None:
@@ -231,26 +231,26 @@ class RankReports:
         """Return whether a report under this key would be added: the store is there, and the key is new."""
         return self._messages.reachable and all(key != earlier for earlier, *_ in self._pending)
 
-    def add(self, key: str, data: bytes, note: Any = None) -> None:
-        """Add the report of this rank; `note` stays here, and `take` returns it on the main process."""
+    def add(self, key: str, data: bytes, context: Any = None) -> None:
+        """Add the report of this rank; `context` stays here, and `take` returns it on the main process."""
         if not self.wants(key):
             return
         if self._rank:
             self._messages.publish(f"{key}/{self._rank}", data)
-        self._pending.append((key, data, note))
+        self._pending.append((key, data, context))
         if len(self._pending) > _MAX_PENDING_KEYS:
             self._forget(self._pending[0])
 
     def take(self) -> list[tuple[Any, list[bytes]]]:
-        """Return and remove, on the main process, the note and the reports by rank of each key to which every rank has reported."""
+        """Return and remove, on the main process, the context and the reports by rank of each key to which every rank has reported."""
         found: list[tuple[Any, list[bytes]]] = []
         for pending in list(self._pending):
-            key, own, note = pending
+            key, own, context = pending
             names = [f"{key}/{rank}" for rank in self._others]
             if self._messages.has(*names):
                 reports = [report for name in names if (report := self._messages.read(name)) is not None]
                 if len(reports) == len(names):  # else a rank has just removed its own
-                    found.append((note, [own, *reports]))
+                    found.append((context, [own, *reports]))
                 self._forget(pending)
         return found
 

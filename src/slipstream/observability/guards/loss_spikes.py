@@ -26,23 +26,23 @@ __all__ = ["LossSpikeGuard"]
 _HISTORY = 256
 _WARM_UP = 64
 _RECOMPUTE_EVERY = 64
-"""After how many values the usual is computed anew."""
+"""Values between two computations of the baseline."""
 _EARLY_STEPS = 16
-"""From how many values on it is computed, and again after as many, until there are enough; and how long a jump has to last until then."""
+"""During warm-up: values between two computations, and steps that a jump has to last."""
 _LASTING_STEPS = 200
 _RISE_STEPS = 16
-"""Within how many steps a jump is up."""
+"""Steps within which a jump has to rise."""
 _MAD_TO_SIGMA = 1.4826
 """The standard deviation of a normal distribution, in median deviations."""
 _MIN_DEVIATION = 0.02
 _NEGLIGIBLE = 0.01
 _LOW, _HIGH, _FAR, _TENFOLD = 1.25, 2.5, 1000.0, 10.0
-"""How many times the median a jump is at the least: one that stays, one of two steps, one of a single step, and one at the beginning."""
+"""The least multiple of the median for a lasting jump, one of two steps, one of a single step, and one during warm-up."""
 
 
 @dataclass
 class _Bounds:
-    """Above which values a loss stays up, has jumped, is out of this world; and how long it has to stay."""
+    """The values above which a loss counts as raised, as a jump, and as a single-step jump; and the steps that a rise has to last."""
 
     low: float = math.inf
     high: float = math.inf
@@ -56,7 +56,7 @@ class _Rise:
 
     first: int
     usual: str
-    """What was usual before."""
+    """The baseline before it, as text."""
     steps: int = 0
     above: int = 0
     high_in_a_row: int = 0
@@ -99,7 +99,7 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         self._bounds = _Bounds()
         self._middle = 0.0
         self._bump = 0.0
-        """How far above the median of its time the highest of the run was."""
+        """The largest distance of a value from the median at its time, in the whole run."""
         self._began: float | None = None
         self._rise: _Rise | None = None
 
@@ -115,20 +115,20 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
             return None
         rise = self._rise = self._rise or _Rise(step, self._usual())
         rise.add(value, self._bounds)
-        told = self._judge(rise, value)
-        ended = told is not None or rise.is_over or rise.steps >= self._bounds.stays
+        verdict = self._judge(rise, value)
+        ended = verdict is not None or rise.is_over or rise.steps >= self._bounds.stays
         far = self._bounds.far
         if ended:
             self._rise = None
             self._bump = max(self._bump, rise.highest - self._middle)
             self._bounds.high = max(self._bounds.high, self._middle + 1.25 * self._bump)
-            if told is not None or not rise.is_over:
-                self._bounds, self._new = _Bounds(), 0  # until the usual is computed anew
+            if verdict is not None or not rise.is_over:
+                self._bounds, self._new = _Bounds(), 0  # until the next baseline is computed
         self._take(min(value, far))
-        return None if told is None else self._finding(step, rise, f"the loss jumped to {loss:.4g}{told} ({rise.usual})")
+        return None if verdict is None else self._finding(step, rise, f"the loss jumped to {loss:.4g}{verdict} ({rise.usual})")
 
     def _judge(self, rise: _Rise, value: float) -> str | None:
-        """Return the end of the message for a spike; None if this is none, or not yet."""
+        """Return the end of the message for a spike; None if this is not a spike, or not yet."""
         if value > self._bounds.far or (rise.high_in_a_row >= 2 and rise.steps <= _RISE_STEPS):
             return ""
         if rise.steps < self._bounds.stays or rise.is_over:
@@ -140,7 +140,7 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         self._values.append(value)
         self._new += 1
         every = _RECOMPUTE_EVERY if len(self._values) > _WARM_UP else _EARLY_STEPS
-        if self._new >= every and self._rise is None:  # a jump that begins is not the usual
+        if self._new >= every and self._rise is None:  # the start of a jump is not part of the baseline
             self._new = 0
             self._compute()
 
@@ -149,7 +149,7 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         apart = [abs(value - middle) for value in self._values]
         usual = median(apart)
         highest = max(self._values) - middle
-        if not self._logs and not usual:  # most are the same, as zeros are: what is not has no measure
+        if not self._logs and not usual:  # most values are equal, such as zeros, so there is no scale to compare with
             self._bounds = _Bounds()
             return
         deviation = max(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.training.scheduler import AcceleratedScheduler
     from slipstream.training.stepper import PreparedModel, Stepper
 
-__all__ = ["Guards", "WatchedObjects"]
+__all__ = ["Guards", "WatchedObjects", "call_if_alive"]
 
 _MAX_NORMS = 4096
 """How many norms are kept between two settlements of the ledger."""
@@ -48,7 +48,7 @@ class WatchedObjects(Protocol):
 
 
 class Guards:
-    """Checks a run and reports what goes wrong; see `GuardKwargs`. Each check is imported when it first has something to look at."""
+    """Checks a run and reports what goes wrong; see `GuardKwargs`. Each check is imported when it is first needed."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class Guards:
         if ledger.meter is not None:
             self._attach_to_ledger(ledger, stepper.state)
         else:
-            self.first_look = math.inf  # nobody would compare
+            self.first_look = math.inf  # without a ledger nothing would compare the sums
             if self.options != GuardKwargs(on_nan=self.options.on_nan):
                 get_logger("slipstream.guards").warning(
-                    "LedgerKwargs(enabled=False) turns off the guards too, which look at what the ledger has: of GuardKwargs only "
+                    "LedgerKwargs(enabled=False) turns off the guards too, which need the data of the ledger: of GuardKwargs only "
                     "on_nan='skip' and 'raise' have an effect. Leave the ledger on, or leave out the other settings."
                 )
         if self._updates is not None:
@@ -148,7 +148,7 @@ class Guards:
             prefix = f"batches/{ledger.number}"
             self._batch_reports = RankReports(self._store, self._rank, self._world_size, prefix, "first batches are compared")
             report = weakref.WeakMethod(self._report_batches)  # models hold what hands them on
-            self._batches = FirstBatchHashes(partial(_reads_loader, state), partial(_call_if_alive, report))
+            self._batches = FirstBatchHashes(partial(_reads_loader, state), partial(call_if_alive, report))
 
     def begin(self, model: torch.nn.Module) -> None:
         """Watch a model that was prepared."""
@@ -195,7 +195,7 @@ class Guards:
             return
         total, inner = ScheduleLength.of(scheduler.scheduler).total, scheduler.scheduler
         known, moves = self._prepared("loaders"), getattr(inner, "last_epoch", None)
-        if total is None or loader not in known or moves:  # a run that goes on has been told
+        if total is None or loader not in known or moves:  # a resumed run has reported it before
             return
         try:
             original, batches = len(loader.original), len(loader)
@@ -347,7 +347,7 @@ class Guards:
             self.reporter.report(finding)
 
     def _where(self) -> str:
-        """Return which parameters are not finite now, as a clause; empty where that says nothing."""
+        """Return which parameters are not finite now, as a clause; empty if there are none."""
         from slipstream.observability.guards.non_finite import find_non_finite
 
         named = [pair for model in getattr(self._stepper(), "models", ()) for pair in reversed(list(model.original.named_parameters()))]
@@ -420,10 +420,11 @@ def _reads_loader(state: GradientState) -> bool:
     return state.active is not None
 
 
-def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], value: bytes) -> None:
-    present = method()
-    if present is not None:
-        present(value)
+def call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    """Call a method unless its object is gone."""
+    alive = method()
+    if alive is not None:
+        alive(*arguments)
 
 
 def _comparable_parameters(models: Sequence[PreparedModel]) -> list[tuple[str, torch.Tensor]]:

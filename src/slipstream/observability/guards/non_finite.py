@@ -103,7 +103,7 @@ class BackwardOrder:
     def __init__(self, model: torch.nn.Module) -> None:
         self._came: dict[str, int] = {}
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_note_order, self._came, name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_record_order, self._came, name))  # type: ignore[no-untyped-call]
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.is_leaf
         ]
@@ -120,7 +120,7 @@ class BackwardOrder:
         return sorted(reversed(list(model.named_parameters())), key=lambda pair: self._came.get(pair[0], math.inf))
 
 
-def _note_order(came: dict[str, int], name: str, parameter: torch.Tensor) -> None:
+def _record_order(came: dict[str, int], name: str, parameter: torch.Tensor) -> None:
     came.setdefault(name, len(came))
 
 
@@ -131,7 +131,7 @@ def _local_entries(tensor: torch.Tensor) -> torch.Tensor:
 
 
 SKIP_STREAK = 20
-"""How many updates in a row fp16 leaves out before it is a finding: the scale has fallen to a millionth by then."""
+"""Consecutive updates that fp16 skips before it is a finding: the scale has fallen to a millionth by then."""
 _REMEDY = (
     "lower the learning rate, clip (accelerator.clip_grad_norm_), and look at the batch and at divisions, logarithms and roots in the "
     "loss; `with torch.autograd.set_detect_anomaly(True):` around forward and backward names the operation"
@@ -160,7 +160,7 @@ class UpdateGuard:
         self._rank = rank
         self._averages = averages
         self._exchange = exchange
-        """What every rank gives, on every rank, in their order; all have to call it, with a reason, which is shown if some do not."""
+        """Gathers a value of every rank; all ranks have to call it. The reason is shown if some do not."""
         self._step = step
         self._loss = loss
         self._seen: deque[_BucketFindings] = deque(maxlen=4096)
@@ -193,7 +193,7 @@ class UpdateGuard:
         self._clipped = None
         if self._averaged(models):
             return
-        if not all_finite([gradient for model in models for gradient in model.gradients()]):  # in fp16 nobody asks for it
+        if not all_finite([gradient for model in models for gradient in model.gradients()]):  # not called in fp16
             self._clipped = self._first(models)
 
     # -- before an update -----------------------------------------------------------------------------------------
@@ -248,12 +248,12 @@ class UpdateGuard:
         if not culprits:
             text = f"gradients are not finite after averaging, although those of every rank are: they overflow when they are added up{done}"
             return GuardFinding("nan", step, None, text, _REMEDY)
-        told = [
+        reasons = [
             f"the gradient of {name} is {word}" + (f" on rank {rank}" if averaged else "") + ("" if loss is None else f" (loss {loss:.4g})")
             for rank, (name, word), loss in culprits
         ]
         rank, (name, _), _ = culprits[0]
-        text = f"{', '.join(told[:4])}{', ...' if len(told) > 4 else ''}: the first in backward{done}"
+        text = f"{', '.join(reasons[:4])}{', ...' if len(reasons) > 4 else ''}: the first in backward{done}"
         return GuardFinding("nan", step, rank, text, _REMEDY, {"parameter": name, "ranks": [rank for rank, _, _ in culprits]})
 
     def _ask(self, report: Any, step: int, now: tuple[str, str] | None) -> list[Any]:
@@ -264,7 +264,7 @@ class UpdateGuard:
         except DistributedOperationException as error:
             why, remedy = "and the other ranks could not be asked where it began", _REMEDY
             if isinstance(error, MismatchError):
-                why = "and other ranks go on without finding theirs so: it was changed on some ranks only, after backward had averaged it"
+                why = "but not on other ranks, which continue: it was changed on some ranks only, after backward had averaged it"
                 remedy = "change gradients on every rank alike, or before they are averaged (in a hook of the parameter)"
             finding = GuardFinding("nan", step, self._rank, f"{what} on rank {self._rank}, {why}", remedy, {"ranks": [self._rank]})
             self._reporter.record(finding)

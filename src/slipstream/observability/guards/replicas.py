@@ -87,7 +87,7 @@ class ComparisonPoint:
     """
 
     key: str
-    """The same on every process that comes to it, and of no other moment."""
+    """Equal on all processes for this point, and unique to it."""
     words: str
     """The point in words."""
     updates: int
@@ -118,7 +118,7 @@ class DriftGuard:
             self._reports.add(moment.key, sums, (moment, [name for name, _ in named]))
 
     def compare(self) -> GuardFinding | None:
-        """On the main process: the first moment to which every rank has come and whose sums differ, if there is one."""
+        """Return, on the main process, the first point that every rank has reached and whose sums differ, if there is one."""
         found = [
             _describe_difference(moment, parts, names)
             for (moment, names), parts in self._reports.take()
@@ -144,7 +144,7 @@ def _describe_difference(moment: ComparisonPoint, parts: Sequence[bytes], names:
     )
     remedy = (
         "look for what changes weights or optimizer state on some ranks only (code under is_main_process, initialisation or loading after "
-        "prepare, gradients changed after backward, other arguments of the optimizer), and go on from a checkpoint that every rank loads"
+        "prepare, gradients changed after backward, other optimizer arguments), and resume from a checkpoint that every rank loads"
     )
     return GuardFinding("drift", moment.updates, ranks[0], text, remedy, {"parameter": names[place], "ranks": ranks})
 
@@ -260,7 +260,7 @@ def find_shared_batches(reports: list[bytes]) -> GuardFinding | None:
     who = f"all {len(ranks)} processes" if len(groups) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     text = f"{who} train on the same batches, so they do the same work: the first {_HASHED_CALLS} batches are equal"
     remedy = (
-        "prepare the loader (loader = accelerator.prepare(loader)), which gives each process its share; a loop without a loader "
-        "takes other samples on each process, by accelerator.process_index"
+        "prepare the loader (loader = accelerator.prepare(loader)), so that each process gets its share; in a loop without a loader "
+        "take different samples on each process, by accelerator.process_index"
     )
     return GuardFinding("batches", None, None, text, remedy, {"ranks": ranks})

@@ -27,7 +27,7 @@ _ZERO_SHARE = 1e-7
 _MIN_DONE_SHARE = 2 / 3
 """The share of a schedule that has to be done at the end of training: one in wrong units has done a half at most."""
 _TRIAL_SHARE = 1 / 20
-"""The share of a schedule from which on a run was meant to be a training, and not a try of some steps."""
+"""The share of a schedule above which a run counts as a training, and not as a short trial."""
 _MIN_BATCHES = 4
 """The fewest batches of a pass of which a length is taken to be a multiple, and not by chance."""
 _MAX_PASSES = 1000
@@ -51,7 +51,7 @@ class ScheduleGuard:
     ...     if found:
     ...         break
     >>> print(found)
-    step 121: the learning rate came to 0 between update 91 and 101, and training goes on (the scheduler has moved 121 times in 121 \
+    step 121: the learning rate reached 0 between update 91 and 101, and training continues (the scheduler has moved 121 times in 121 \
 updates). What to do: make the schedule as long as training: its number of steps is the number of updates, (len(loader) of the prepared \
 loader // gradient_accumulation_steps) * epochs, and not that of samples or batches.
     """
@@ -84,10 +84,10 @@ loader // gradient_accumulation_steps) * epochs, and not that of samples or batc
         return self._finding(updates, rate, moves, per_process, known.length if over and rate > bottom else None)
 
     def _finding(self, updates: int, rate: float, moves: int | None, per_process: bool, length: int | None) -> GuardFinding:
-        told = "" if moves is None else f" (the scheduler has moved {moves} times in {updates} updates)"
-        text = f"the learning rate came to {rate:.3g} {self._when()}, and training goes on{told}"
+        pace = "" if moves is None else f" (the scheduler has moved {moves} times in {updates} updates)"
+        text = f"the learning rate reached {rate:.3g} {self._when()}, and training continues{pace}"
         if length is not None:
-            text = f"the learning rate rises again, to {rate:.3g} by now: its schedule of {length} steps was over {self._when()}{told}"
+            text = f"the learning rate rises again, to {rate:.3g} by now: its schedule of {length} steps was over {self._when()}{pace}"
         times = 1 if not moves or not self.ended else round((self.moved or moves) / self.ended)
         return GuardFinding("schedule", updates, None, text, self._remedy(times, per_process), {"moves": moves})
 
@@ -280,9 +280,9 @@ def find_unfinished(name: str, total: int, moves: int, updates: int, *, processe
     """Return a finding for a schedule that is far from its end when training ends.
 
     >>> print(find_unfinished("OneCycleLR", 320, 80, 80, steps=4))
-    step 80: training has ended and OneCycleLR has made 80 of its 320 steps, in 80 updates, so the learning rate is still on its way. What \
-to do: the schedule seems to count batches, and an update takes 4 of them: build the schedule after prepare, for math.ceil(len(loader) / \
-accelerator.gradient_accumulation_steps) updates per pass of the prepared loader.
+    step 80: training has ended and OneCycleLR has made 80 of its 320 steps, in 80 updates, so the learning rate has not reached its end. \
+What to do: the schedule seems to count batches, and an update takes 4 of them: build the schedule after prepare, for \
+math.ceil(len(loader) / accelerator.gradient_accumulation_steps) updates per pass of the prepared loader.
     >>> find_unfinished("OneCycleLR", 320, 300, 300)
     """
     if not 0 < moves < _MIN_DONE_SHARE * total:
@@ -294,7 +294,7 @@ accelerator.gradient_accumulation_steps) updates per pass of the prepared loader
     if not remedy and moves < _TRIAL_SHARE * total:
         return None  # some steps, to try something
     done = f"{moves} of its {total} steps, in {updates} updates"
-    text = f"training has ended and {name} has made {done}, so the learning rate is still on its way"
+    text = f"training has ended and {name} has made {done}, so the learning rate has not reached its end"
     remedy = remedy or f"if training was not cut short, make the schedule as long as it: {_BUILD_REMEDY}"
     return GuardFinding("schedule", updates, None, text, remedy, {"moves": moves, "steps": total})
 

@@ -7,11 +7,11 @@ is exceeded over the last five together. The first two intervals are ignored, be
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.devices.memory import available_cores
 from slipstream.observability.guards.findings import GuardFinding
 
 __all__ = ["DataWaitGuard", "StragglerGuard", "suggest_workers"]
@@ -23,7 +23,7 @@ _LAST_SHARE = 0.7
 
 
 class _RecentIntervals:
-    """The last intervals with steps, without the first ones of the run, in which much happens once."""
+    """The last intervals with steps, without the first ones of the run."""
 
     def __init__(self) -> None:
         self.last: deque[Mapping[str, Any]] = deque(maxlen=_WINDOW)
@@ -53,7 +53,7 @@ DataLoader(..., num_workers=2, prefetch_factor=4, persistent_workers=True).
 
     def __init__(self, limit: float, processors: int | None = None, local_ranks: int = 1) -> None:
         self._limit = limit
-        self._processors = max(1, (processors or _count_processors()) // max(1, local_ranks))
+        self._processors = max(1, (processors or available_cores()) // max(1, local_ranks))
         self._recent = _RecentIntervals()
 
     def look(self, interval: Mapping[str, Any], *, workers: int | None = None, pinned: bool = True) -> GuardFinding | None:
@@ -157,5 +157,3 @@ def _sum_by_rank(intervals: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any
     return [sum(row[rank] or 0.0 for row in rows if rank < len(row)) for rank in range(max(map(len, rows), default=0))]
 
 
-def _count_processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

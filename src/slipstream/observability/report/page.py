@@ -123,7 +123,7 @@ def _load_assets() -> tuple[str, str]:
 
 
 def _to_safe_json(data: Any) -> str:
-    """JSON that no HTML parser takes for a tag or a comment."""
+    """Return JSON that an HTML parser cannot mistake for a tag or a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").encode("utf-8", "replace").decode()
 
@@ -270,15 +270,15 @@ def _check_target(target: Path) -> None:
     run = next((folder for folder in whole.parents if (folder / "run.json").exists()), None)
     if run is not None and whole != run / "report.html":
         raise ConfigError(
-            f"The output {target} lies in the folder of a run, where only {run / 'report.html'} is a report: give another place."
+            f"The output {target} is inside the folder of a run, where only {run / 'report.html'} is a report: give a different path."
         )
     if not target.exists():
         return
     ours = False
-    with suppress(OSError), target.open("rb") as file:  # where it cannot be read, nobody knows what would be lost
+    with suppress(OSError), target.open("rb") as file:  # a file that cannot be read is not overwritten
         ours = is_report(file.read(8192))
     if not ours:
-        raise ConfigError(f"The output {target} exists and is no report of slipstream, so it stays: give another name, or remove it first.")
+        raise ConfigError(f"The output {target} exists and is not a report of slipstream: give a different name, or remove it first.")
 
 
 def _read_views(folders: Iterable[Path], points: int) -> list[dict[str, Any]]:
@@ -324,4 +324,4 @@ def _replace_file(target: Path, text: str) -> None:
         with replacing(target) as beside:
             beside.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"The report {target} cannot be written: {error.strerror}. Give another place, with -o FILE.") from error
+        raise ConfigError(f"The report {target} cannot be written: {error.strerror}. Give a different path with -o FILE.") from error

@@ -9,9 +9,9 @@ It sends the page, views of runs, and updates as server-sent events.
     GET /api/events            `update`: what is new in a run; `runs`: the list, when a run appears or disappears
     GET /media/RUN/NAME        an image
 
-It only reads. It answers GET and HEAD, on the loopback interface unless told otherwise, to requests whose Host header names this machine
-(against DNS rebinding) and to no page of another origin. The only names that a request supplies are those of runs, which are looked up,
-and of images, which are opened inside of their run directory. Connections, queues and timeouts are limited; `close` ends all threads.
+It only reads. It answers GET and HEAD, by default on the loopback interface, to requests whose Host header names this machine (against
+DNS rebinding), and refuses pages of other origins. The only names in a request are those of runs, which are looked up, and of images,
+which are opened inside their run directory. Connections, queues and timeouts are limited; `close` ends all threads.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _describe_bind_error(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"Port {port} on {host} needs more rights than this user has: write a --port above 1023, or --port 0 for any that is free."
     return (
-        f"{host} is no address of this machine on which port {port} can be opened ({error.strerror or error}).\n"
+        f"{host} is not an address of this machine on which port {port} can be opened ({error.strerror or error}).\n"
         "Leave --host out for this machine alone, or write 0.0.0.0 for all of its addresses."
     )
 
@@ -226,7 +226,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
     refused: bool
     disable_nagle_algorithm = True
     _routes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"/": "_page", "/api/runs": "_runs", "/api/view": "_view", "/api/events": "_events", "/media": "_media"}
+        {"/": "_page", "/api/runs": "_runs", "/api/view": "_view", "/api/events": "_events"}
     )
 
     def setup(self) -> None:
@@ -241,7 +241,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
             self._missing("There are too many connections: close a page, or try again.", HTTPStatus.SERVICE_UNAVAILABLE)
             return
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # nobody here reads what comes with a request
+            self.close_connection = True  # the body of a request is not read
         refused = self._objection()
         if refused is not None:
             self._send(HTTPStatus.FORBIDDEN, refused.encode(), "text/plain; charset=utf-8")
@@ -250,7 +250,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         try:
             query = parse_qs(parts.query, max_num_fields=2000)
         except ValueError:
-            self._missing("This request asks for too much.", HTTPStatus.BAD_REQUEST)
+            self._missing("This request has too many fields.", HTTPStatus.BAD_REQUEST)
             return
         route = self._routes.get(parts.path)
         if route is not None:
@@ -277,9 +277,9 @@ class _RequestHandler(BaseHTTPRequestHandler):
     def _objection(self) -> str | None:
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            return "This server answers to the names of this machine alone; open it by the address that `slipstream watch` printed."
+            return "This server only answers to names of this machine; open it by the address that `slipstream watch` printed."
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and self.headers.get("Sec-Fetch-Mode") != "navigate":
-            return "Pages of other origins get nothing from here."
+            return "Pages of other origins are refused."
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -314,13 +314,11 @@ class _RequestHandler(BaseHTTPRequestHandler):
             return
         only = query.get("only")
         if only not in (None, ["series"]):
-            self._missing("only=series is all that there is of this kind.", HTTPStatus.BAD_REQUEST)
+            self._missing("The only supported value is only=series.", HTTPStatus.BAD_REQUEST)
             return
-        data = run.view(query.get("name"), max(1, min(points, _MAX_POINTS)), low, high, only_series=only is not None)
+        chosen = {"names": query.get("name"), "points": max(1, min(points, _MAX_POINTS)), "low": low, "high": high}
+        data = run.view(only_series=only is not None, **chosen)
         self._send(HTTPStatus.OK, data, "application/json")
-
-    def _media(self, query: dict[str, list[str]]) -> None:
-        self._picture(query.get("run", [""])[0], query.get("path", [""])[0])
 
     def _picture(self, key: str, name: str) -> None:
         run = self.server.watch.run(key)

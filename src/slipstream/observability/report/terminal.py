@@ -67,7 +67,7 @@ def show_runs(
     interval: float = 0.5,
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Draw the runs at these places until Ctrl-C; once, if the output is no terminal."""
+    """Draw the runs at these places until Ctrl-C; once, if the output is not a terminal."""
     console = Console() if console is None else console
     watch = RunWatcher(places, wait=console.is_terminal)
     watch.look()
@@ -125,7 +125,7 @@ def _crop(line: Text, width: int) -> Text:
 
 def _render_run(key: str, run: Run, console: Console, small: bool) -> list[Text]:
     width = max(20, console.width)
-    lines = [_render_title(key, run, run.told(), width), _render_figures(run)]
+    lines = [_render_title(key, run, run.current_info(), width), _render_figures(run)]
     lines += _render_curves(run, width, 2 if small else 4, 1 if small else 3, console.options.ascii_only)
     lines += _render_times(run, width, console)
     lines += _render_ranks(run, width, console)
@@ -157,7 +157,7 @@ def _render_figures(run: Run) -> Text:
     last = max((curve.steps[-1] for curve in run.series.values() if len(curve)), default=None)
     step = next((interval["last"] for interval in reversed(run.ledger) if interval["last"] is not None), last)
     found = [] if step is None else [f"step {int(step):,}"]
-    if not _is_current(run.told()):
+    if not _is_current(run.current_info()):
         return Text("  ".join(found))
     for name, unit in (("steps", "steps/s"), ("samples", "samples/s"), ("tokens", "tokens/s")):
         if seconds and (total := _sum(recent, name)):
@@ -169,7 +169,7 @@ def _render_figures(run: Run) -> Text:
 
 
 def _is_current(info: Mapping[str, Any]) -> bool:
-    """Return whether the last seconds of a run say how fast it is: not where it has stopped without a word."""
+    """Return whether the last intervals show the current speed of a run: not if it was killed or is silent."""
     return info.get("state") != "killed" and "silent" not in info
 
 
@@ -230,8 +230,8 @@ def _render_times(run: Run, width: int, console: Console) -> list[Text]:
     sums: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
     for interval in run.ledger[-_RECENT_INTERVALS:]:
         for name, seconds in interval["phases"].items():
-            told = [second for second in seconds if second is not None]
-            sums[name] = sums.get(name, 0.0) + (max(0.0, sum(told) / len(told)) if told else 0.0)
+            known = [second for second in seconds if second is not None]
+            sums[name] = sums.get(name, 0.0) + (max(0.0, sum(known) / len(known)) if known else 0.0)
     total = sum(sums.values())
     if not total:
         return []

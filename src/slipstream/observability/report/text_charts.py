@@ -1,7 +1,6 @@
 """Charts and tables made of characters: braille curves, bar levels, proportional bars, aligned columns.
 
-All are pure functions with an ASCII form. Nothing here knows of runs, of colours or of rich, so callers that print one line may import
-it.
+All are pure functions with an ASCII form. They do not depend on runs, colours or rich, so callers that print one line may import them.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _last_by_column(xs: Sequence[float], ys: Sequence[float | None], width: int)
 
 
 def draw_levels(values: Sequence[float | None], *, ascii_only: bool = False, low: float | None = None) -> str:
-    """Return one character for each value, higher for larger ones and blank for None; the lowest stands for `low` or the smallest value.
+    """Return one character for each value, higher for larger ones and blank for None; the lowest means `low` or the smallest value.
 
     >>> draw_levels([0.0, 1.0, None, 2.0])
     '▁▅ █'
@@ -132,7 +131,7 @@ def select_latest_attempt(steps: Sequence[float], values: Sequence[float | None]
 
 
 def escape_control(text: object) -> str:
-    r"""Return a text from a file in one line, with everything written out that a terminal would obey.
+    r"""Return a text in one line, with control characters escaped.
 
     >>> escape_control("loss\x1b[2J")
     'loss\\x1b[2J'

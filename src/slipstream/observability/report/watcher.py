@@ -63,21 +63,13 @@ class WatchedRun:
         self._whole = False
         """Whether everything that was there at first has been read."""
         self._at = 0
-        self._told: dict[str, int] = {}
+        self._sent_points: dict[str, int] = {}
         self._beginnings = 0
-        self._said: dict[str, Any] = {}
-        self._spelled_ledger: tuple[int, str] | None = None
+        self._sent_others: dict[str, Any] = {}
+        self._ledger_json: tuple[int, str] | None = None
 
-    def view(
-        self,
-        names: Iterable[str] | None = None,
-        points: int = 2000,
-        low: float | None = None,
-        high: float | None = None,
-        *,
-        only_series: bool = False,
-    ) -> bytes:
-        """Return `Run.view` as JSON with the number of the last message that is in it; or name, number and series alone."""
+    def view(self, *, only_series: bool = False, **chosen: Any) -> bytes:
+        """Return `Run.view` of these arguments as JSON with the number of the last message in it; or name, number and series alone."""
         with self._lock:
             if not self._whole:
                 self._run.refresh()
@@ -85,15 +77,15 @@ class WatchedRun:
                 self._at += 1
                 self._whole = True
             if only_series:
-                return _to_json({"name": self.key, "at": self._at, "series": self._run.curves(names, points, low, high)}).encode()
-            found = {**self._run.view(names, points, low, high, ledger=False), "name": self.key, "at": self._at}
+                return _to_json({"name": self.key, "at": self._at, "series": self._run.curves(**chosen)}).encode()
+            found = {**self._run.view(ledger=False, **chosen), "name": self.key, "at": self._at}
             return f'{_to_json(found)[:-1]},"ledger":{self._ledger()}}}'.encode()
 
     def _ledger(self) -> str:
         """Return the columns of the ledger as JSON. They are the larger part of a view and change once a second, so the text is kept."""
-        if self._spelled_ledger is None or self._spelled_ledger[0] != self._run.ledger_lines:
-            self._spelled_ledger = self._run.ledger_lines, _to_json(to_columns(self._run.ledger))
-        return self._spelled_ledger[1]
+        if self._ledger_json is None or self._ledger_json[0] != self._run.ledger_lines:
+            self._ledger_json = self._run.ledger_lines, _to_json(to_columns(self._run.ledger))
+        return self._ledger_json[1]
 
     @contextmanager
     def reading(self) -> Iterator[Run]:
@@ -102,9 +94,9 @@ class WatchedRun:
             yield self._run
 
     def info(self) -> dict[str, Any]:
-        """Return `Run.told`, or run.json before the first read; empty if it cannot be read."""
+        """Return `Run.current_info`, or run.json before the first read; empty if it cannot be read."""
         try:
-            info = self._run.told() or read_info(self.path)
+            info = self._run.current_info() or read_info(self.path)
         except ConfigError:  # it was there a moment ago; its folder is being moved or deleted
             return {}
         return {**info, "state": "killed"} if info.get("state") == "running" and is_gone(info) else info
@@ -119,8 +111,8 @@ class WatchedRun:
         with self._lock:
             if not self._run.refresh(blocks=1):
                 self._whole = True
-                info = self._run.told()
-                if info == self._said.get("info", info):
+                info = self._run.current_info()
+                if info == self._sent_others.get("info", info):
                     return None  # not even that it has fallen silent
             run = self._run
             self._at += 1
@@ -128,40 +120,40 @@ class WatchedRun:
             if run.beginnings != self._beginnings or run.fresh_lost:
                 found["reload"] = True
             else:
-                series = {name: self._new_points(name) for name, curve in run.series.items() if len(curve) > self._told.get(name, 0)}
+                series = {name: self._new_points(name) for name, curve in run.series.items() if len(curve) > self._sent_points.get(name, 0)}
                 found.update({"series": series, "ledger": run.fresh_ledger, "events": run.fresh_events})
-                found.update({name: value for name, value in self._others().items() if value != self._said.get(name)})
+                found.update({name: value for name, value in self._others().items() if value != self._sent_others.get(name)})
             self._mark()
             return found
 
     def _new_points(self, name: str) -> dict[str, Any]:
         series = self._run.series[name]
-        places = select_points(series.values, self._told.get(name, 0), len(series), _MAX_NEW_POINTS)
+        places = select_points(series.values, self._sent_points.get(name, 0), len(series), _MAX_NEW_POINTS)
         return {**series.part(places), "count": len(series)}
 
     def _others(self) -> dict[str, Any]:
         """Return the parts that are sent again as a whole when they change."""
         run = self._run
-        found = {"info": run.told(), "config": run.config, "skipped": run.skipped}
+        found = {"info": run.current_info(), "config": run.config, "skipped": run.skipped}
         images = {name: list(shots) for name, shots in run.images.items()}
         return {**found, "images": images, "tables": dict(run.tables), "texts": dict(run.texts)}
 
     def _mark(self) -> None:
         for series in self._run.series.values():
             series.settle()
-        self._told = {name: len(series) for name, series in self._run.series.items()}
+        self._sent_points = {name: len(series) for name, series in self._run.series.items()}
         self._beginnings = self._run.beginnings
-        self._said = self._others()
+        self._sent_others = self._others()
 
 
 def sort_newest_first(runs: Iterable[WatchedRun]) -> list[WatchedRun]:
-    """Return runs as lists show them: those that are running first, and of these and of the others the newest first."""
+    """Return runs in the order of lists: running ones first, then the newest first."""
 
-    def standing(watched: WatchedRun) -> tuple[bool, float]:
+    def sort_key(watched: WatchedRun) -> tuple[bool, float]:
         info = watched.info()
         return info.get("state") == "running" and "silent" not in info, started_at(info)
 
-    return sorted(runs, key=standing, reverse=True)
+    return sorted(runs, key=sort_key, reverse=True)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -177,7 +169,7 @@ def _is_new_run(path: Path) -> bool:
     """Return whether a folder that has appeared is a run; a pipe in the place of its file is not waited for."""
     try:
         return stat.S_ISREG(os.lstat(path / "run.json").st_mode) and is_run(path)
-    except (OSError, RecursionError):  # nothing there yet, or a file that was made to be no run
+    except (OSError, RecursionError):  # nothing there yet, or a file that is not the JSON of a run
         return False
 
 
@@ -307,16 +299,16 @@ class RunWatcher:
             while not self._stop.is_set() and (found := run.news()) is not None:
                 if self.listeners:
                     self._publish(encode_event("update", found))
-                time.sleep(0.001)  # whoever waits for this run gets a turn
+                time.sleep(0.001)  # let threads that wait for this run continue
 
     def _work(self) -> None:
-        told: set[str] = set()
+        printed: set[str] = set()
         while not self._stop.is_set():
             try:
                 self.look()
-            except Exception as error:  # a page that stands still and looks alive would be worse: it is told once, and looking goes on
-                if repr(error) not in told:
-                    told.add(repr(error))
+            except Exception as error:  # stopping would leave a page that looks alive: print the error once and continue
+                if repr(error) not in printed:
+                    printed.add(repr(error))
                     traceback.print_exc()
             self._stop.wait(self._interval)
 

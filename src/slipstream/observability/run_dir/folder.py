@@ -143,7 +143,7 @@ class JsonLinesWriter:
         data = text.encode("utf-8", "backslashreplace")
         written = os.write(self._file, data)
         self.size += written
-        while written < len(data):  # a full disk takes a part, and the rest is its error
+        while written < len(data):  # a full disk writes a part, and the next write raises
             more = os.write(self._file, data[written:])
             self.size += more
             written += more
@@ -271,10 +271,9 @@ class RunFolder:
     ) -> RunFolder:
         """Create the folder of a run below `<root>/runs`, or find the one of an earlier attempt.
 
-        Without a name it is that of the project and the time. A name that is taken is an error, unless `resume` says that the run goes
-        on. `restarted` says that a launcher started the job `run_id` again. `details` are fields of run.json, and `attempt` says what
-        this start of it is like (world size, hosts); the number of this process and its host stand there too, so that readers see when
-        it is gone.
+        Without a name the run is named after project and time. A name that is taken is an error, unless `resume` continues that run.
+        `restarted` means that a launcher restarted the job `run_id`. `details` are fields of run.json, and `attempt` describes this start
+        (world size, hosts); pid and host are added to it, so that readers can tell whether the process still runs.
         """
         runs = Path(root) / "runs"
         earlier = _find_by_run_id(runs, run_id) if restarted else None
@@ -287,7 +286,7 @@ class RunFolder:
             path = _claim_folder(runs, name, run_name(project))
         except FileExistsError:
             if name is None or not runs.is_dir():
-                raise ConfigError(f"{runs} is there already and is no folder: move it away, or give another project_dir") from None
+                raise ConfigError(f"{runs} exists and is not a folder: move it away, or give a different project_dir") from None
             if resume and is_run(runs / name):
                 return cls.open(runs / name)._begin(attempt, "restart")
             raise ConfigError(_name_taken(runs, name)) from None
@@ -325,7 +324,7 @@ class RunFolder:
         return self
 
     def end(self, state: str) -> None:
-        """Record how the run ended ("finished", "ended" without end_training, "interrupted" or "failed") and lets go of its files."""
+        """Record how the run ended ("finished", "ended" without end_training, "interrupted" or "failed") and close its files."""
         self.update(state=state, ended=self._now())
         if self._events is not None:
             self._events.close()
@@ -345,7 +344,7 @@ class RunFolder:
             beside.write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def journal(self, name: str, *, indexed: bool = False) -> JsonLinesWriter:
-        """Return a file of JSON lines, to be closed by who asked for it."""
+        """Return a file of JSON lines, which the caller closes."""
         return JsonLinesWriter(self.path / name, indexed=indexed)
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, rank: int | None = None, **details: Any) -> None:
@@ -397,12 +396,12 @@ def _claim_folder(runs: Path, name: str | None, otherwise: str) -> Path:
 def _name_taken(runs: Path, name: str) -> str:
     there = runs / name
     if not is_run(there):
-        return f"{there} is there already and is no run: choose another name, or move it away"
+        return f"{there} exists and is not a run: choose a different name, or move it away"
     info = read_info(there)
     state = "killed" if info.get("state") == "running" and is_gone(info) else info.get("state")
     return (
-        f"a run named {name!r} is there already ({there}, started {_format_time(started_at(info))}, {state}): choose another name, or say "
-        "resume=True to go on in its folder. Both go with init_trackers(..., init_kwargs={'local': {'name': ..., 'resume': True}})."
+        f"a run named {name!r} exists ({there}, started {_format_time(started_at(info))}, {state}): choose a different name, or pass "
+        "resume=True to continue it: init_trackers(..., init_kwargs={'local': {'name': ..., 'resume': True}})."
     )
 
 
@@ -410,7 +409,7 @@ def _format_time(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):  # no time of this calendar
-        return "nobody knows when"
+        return "at an unknown time"
 
 
 def _find_by_run_id(runs: Path, run_id: str | None) -> Path | None:
@@ -433,9 +432,9 @@ def is_run(path: Path) -> bool:
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """run.json of a folder; a ConfigError where there is none or it is something else."""
+    """Return run.json of a folder; raise a ConfigError if there is none or it is something else."""
     try:
-        with ConfinedFolder(path) as folder:  # which follows no link and waits for no pipe
+        with ConfinedFolder(path) as folder:  # does not follow links or wait for pipes
             info = json.loads(folder.read(_INFO, _MAX_INFO_BYTES), parse_float=_finite, parse_constant=_finite)
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the folder of a run: it has no {_INFO}") from None
@@ -456,7 +455,7 @@ def _finite(text: str) -> float | None:
 
 
 def started_at(info: Mapping[str, Any]) -> float:
-    """Return when a run began, whatever its file says: 0 where that is no number.
+    """Return when a run began; 0 if its file has no valid number.
 
     >>> started_at({"started": 5}), started_at({"started": "now"})
     (5.0, 0.0)
@@ -519,7 +518,7 @@ def _runs_in(folder: Path, broken: list[tuple[Path, str]] | None = None) -> Iter
 
 
 def git_state(folder: str | os.PathLike[str] = ".") -> dict[str, Any] | None:
-    """Commit, branch, and whether files that git knows were changed; None outside of a repository or without git."""
+    """Return commit, branch, and whether tracked files were changed; None outside a repository or without git."""
     commit = _git(folder, ["rev-parse", "HEAD"])
     if commit is None:
         return None

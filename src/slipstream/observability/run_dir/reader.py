@@ -76,7 +76,7 @@ class LineReader:
         try:
             self.refused = None
             return self._read(file)
-        except OSError as error:  # a file system that fails to read: what was read stays, and it is told
+        except OSError as error:  # the file system cannot read it: keep what was read, and report it
             self.refused = f"{folder.path / self.name} cannot be read: {error.strerror}"
             return []
         finally:
@@ -143,7 +143,7 @@ class LineReader:
             try:
                 found.append(line.decode())
             except UnicodeDecodeError:
-                self.skipped["lines that are no text"] += 1
+                self.skipped["lines that are not text"] += 1
         return found
 
 
@@ -237,13 +237,13 @@ class Run:
         documents = max((mark[2] / 1e9 for mark in self._documents.values()), default=0.0)
         return max(documents, *(lines.changed for lines in self._lines))
 
-    def told(self, now: float | None = None) -> dict[str, Any]:
-        """Return `info` as it is to be shown: a run whose state is "running" may have been killed.
+    def current_info(self, now: float | None = None) -> dict[str, Any]:
+        """Return `info` with the current state: a run whose state is "running" may have been killed.
 
-        Where its process is known to be gone, `state` is "killed" and `ended` when it last wrote. Where it wrote nothing for longer than
-        a minute, and than ten intervals of its ledger, `silent` is how many seconds that is, in whole minutes.
+        If its process has ended, `state` is "killed" and `ended` the time of its last write. If it wrote nothing for longer than a minute,
+        and than ten intervals of its ledger, `silent` is the number of seconds since then, in whole minutes.
         """
-        info = {name: value for name, value in self.info.items() if name != "silent"}  # which is no word of the file's
+        info = {name: value for name, value in self.info.items() if name != "silent"}  # never taken from the file
         if info.get("state") != "running":
             return info
         if is_gone(info):
@@ -314,7 +314,7 @@ class Run:
         except MissingCheckpointError:
             return False
         except (CheckpointError, ValueError, RecursionError) as error:
-            self._unreadable[name] = str(error) if isinstance(error, CheckpointError) else f"{name} is no JSON"
+            self._unreadable[name] = str(error) if isinstance(error, CheckpointError) else f"{name} is not JSON"
             return False
         self._unreadable.pop(name, None)
         self._documents[name] = mark
@@ -354,7 +354,7 @@ class Run:
     def _add_values(self, step: float | None, time: float, values: dict[str, Any]) -> None:
         place = _to_float(self._logged if step is None else step)
         if not isfinite(place):
-            self._metrics.skipped["steps that are no numbers"] += 1
+            self._metrics.skipped["steps that are not numbers"] += 1
             return
         self._logged += 1
         every = self.series
@@ -462,13 +462,12 @@ class Run:
 
         `series` are those named, or all, each thinned to at most `points` between the steps `low` and `high`; with very many series
         it is fewer points for each. A series is `steps`, `times` (seconds since 1970), `values` (None where there is no number) and
-        `count`, how many points there are in all. `info` is what `told` says. `ledger` is columns (see
-        `intervals.columns`), and can be left out.
+        `count`, the number of all points. `info` is that of `current_info`. `ledger` is columns (see `to_columns`), and can be left out.
         """
         return {
             "name": self.name,
             "path": str(self.path),
-            "info": self.told(),
+            "info": self.current_info(),
             "config": self.config,
             "environment": self.environment,
             "series": self.curves(names, points, low, high),
@@ -496,7 +495,7 @@ def _parse_record(line: str, skipped: Counter[str]) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        skipped["lines that are no JSON"] += 1
+        skipped["lines that are not JSON"] += 1
         return None
     if type(record) is dict:
         return record

@@ -3,7 +3,7 @@
 A step costs a few entries in the meter's log. Once per interval, between two steps and on the training thread, `settle` reads the log,
 calls the examiners (guards), sends the rows to rank 0 through the rendezvous store, and on rank 0 joins them to intervals for `sinks`.
 There is no thread, no collective and no wait, except for up to two seconds on rank 0 at the very end. The phases of a rank add up to the
-elapsed time. A rank that is late, stopped or gone leaves gaps and blocks nobody.
+elapsed time. A rank that is late, stopped or gone leaves gaps and blocks no other rank.
 
 `StoreMessages` sends messages through the rendezvous store. `StoreExchange` uses one key per rank: a rank publishes when rank 0 has taken
 its previous message, and buffers otherwise. A store that fails ends the exchange with one log line, never the training.
@@ -109,7 +109,7 @@ class StoreExchange(StoreMessages):
     """The messages of a ledger to rank 0, one key for each rank."""
 
     def __init__(self, store: Callable[[], Any], number: int, rank: int, world_size: int) -> None:
-        warning = f"the ledger of rank {rank} does not reach the others any more ({{}}): it goes on with this rank alone"
+        warning = f"the ledger of rank {rank} can no longer reach the others ({{}}): it continues with this rank alone"
         super().__init__(store, f"ledger/{number}", warning)
         self._rank = str(rank)
         self._others = range(1, world_size)
@@ -129,7 +129,7 @@ class StoreExchange(StoreMessages):
         return self.publish(f"{self._rank}/last", message)
 
     def is_closed(self) -> bool:
-        """Return whether rank 0 takes no more messages: one that was left before may not have been taken."""
+        """Return whether rank 0 has stopped taking messages; an earlier one may not have been taken."""
         return self.has("closed") or not self.reachable
 
     def take_back(self) -> bytes | None:
@@ -423,9 +423,9 @@ class Ledger:
         for sink in list(sinks):
             try:
                 sink(record)
-            except OSError as error:  # a full disk is no reason to stop training
+            except OSError as error:  # a full disk is not a reason to stop training
                 sinks.remove(sink)
-                get_logger(__name__).warning(f"the ledger is not written any more: {error}")
+                get_logger(__name__).warning(f"the ledger is no longer written: {error}")
 
     # -- events and reports ---------------------------------------------------------------------------------------
 
@@ -434,12 +434,12 @@ class Ledger:
 
         `time` and `rank` are filled in where they are missing.
         """
-        told = {"time": time.time(), "rank": self.rank, **event}
+        record = {"time": time.time(), "rank": self.rank, **event}
         if self.rank == 0:
-            if self.admits(told):
-                self._deliver(self.event_sinks, told)
+            if self.admits(record):
+                self._deliver(self.event_sinks, record)
         elif len(self.events) < _MAX_UNSENT_STEPS:
-            self.events.append(told)
+            self.events.append(record)
 
     def report(self) -> LedgerReport:
         """Return what is known now. Not collective; on rank 0 with what the other ranks have reported so far."""
@@ -455,12 +455,12 @@ class Ledger:
             return self._finished or self._report(None)
         if self._clock is not None:
             self._clock.wait()
-        return self._end(self.endings, lambda tail: bool(self._drained or any(tail)))  # where nothing was trained, no rank reports
+        return self._end(self.endings, lambda tail: bool(self._drained or any(tail)))  # without training, no rank reports
 
     def leave(self, *, patient: bool = False) -> None:
         """End the ledger of a script without `finish`, or of a process that fails.
 
-        `patient`: the script has ended by itself. Then it may wait for others, if something waits for their words (`expects`).
+        `patient`: the script has ended normally. Then it may wait for other ranks, if something needs their reports (`expects`).
         """
         if self._finished is None and self.meter is not None:
             self._end(self.endings if patient else [], lambda tail: patient and self.expects())
@@ -490,11 +490,11 @@ class Ledger:
         tails = {0: tail}
         for collect in (partial(self._exchange.collect_last, wait), self._exchange.close):
             if len(tails) == self.world_size:
-                break  # everybody has said the last word
-            for other, word in ((other, unpack_message(word)) for other, words in collect().items() for word in words):
-                self._hear(other, word)
-                if word.tail is not None:
-                    tails[other] = word.tail
+                break  # every rank has sent its last message
+            for other, message in ((other, unpack_message(data)) for other, packed in collect().items() for data in packed):
+                self._hear(other, message)
+                if message.tail is not None:
+                    tails[other] = message.tail
         self._join(patient=False)
         interval = self._totals.add_tails(tails, self._base + self._joiner.next)
         if any(any(values) for values in interval["phases"].values()):  # such as a last checkpoint
@@ -532,12 +532,12 @@ def _settle_if_alive(ledger: weakref.ref[Ledger], meter: weakref.ref[Meter], now
     present, left = ledger(), meter()
     if present is not None:
         present._attend(now)
-    elif left is not None:  # its Accelerator is gone, and what was prepared goes on
+    elif left is not None:  # its Accelerator is gone, and the prepared objects are still used
         left.log.clear()
 
 
 def _find_token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -> Callable[[Any], int] | None:
-    """Return how the tokens of a loader's batches are counted, found out from the first; None where it has none."""
+    """Return a function that counts the tokens of a loader's batches, chosen by the first batch; None if there are none."""
     if callable(wanted):
         return wanted
     name = wanted or "input_ids"

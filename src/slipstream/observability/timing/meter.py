@@ -3,7 +3,7 @@
 A mark is two entries in one list, a code and a value. `training/stepper.py:run_timed` writes the marks around a phase, `mark_phase` does
 the same as a context manager for rare events. The step only appends, because caches are cold after torch's work: summing inside of the
 step was measured to cost three times as much. Phases nest as calls do, and every moment belongs to the innermost phase, so the phases add
-up to the elapsed time even when an exception is raised. Marks are made by the training thread. The module imports nothing of ours.
+up to the elapsed time even when an exception is raised. Marks are made by the training thread. The module imports no other of this package.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Meter:
         self.step = 0
         """The number of the present step, from 0."""
         self.updated = False
-        """Whether this step has had its update, so that it ends when the next batch is asked for."""
+        """Whether this step has had its update, so that it ends when the next batch is requested."""
         self.without_optimizer = True
         """Whether no optimizer was prepared: then a backward pass counts as the update."""
         self.has_begun = False
@@ -100,7 +100,7 @@ class Meter:
         self.passes = 0
         """Passes over loaders so far."""
         self.losses: deque[tuple[int, Any]] = deque(maxlen=_MAX_LOSSES)
-        """(step, loss) of the backward passes since somebody looked: numbers, or tensors without a graph."""
+        """(step, loss) of the backward passes since the last read: numbers, or tensors without a graph."""
         self.counting: Any = None
         """Counts floating-point operations while it is there: see `observability/timing/ledger.py`."""
         self.due = 0

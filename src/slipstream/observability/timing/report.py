@@ -56,7 +56,7 @@ class RowJoiner:
         self._silent.discard(rank)
 
     def take(self, *, patient: bool = True) -> Rows | None:
-        """Ranks x steps x columns of the steps that are complete; those of ranks that are overdue (or, not patient, missing) are nan."""
+        """Return ranks x steps x columns of the complete steps; those of ranks that are overdue (or, not patient, missing) are nan."""
         lengths = [len(rows) for rank, rows in enumerate(self._pending) if rank not in self._silent]
         count = min(lengths)
         now = time.monotonic()
@@ -80,7 +80,7 @@ class RowJoiner:
 
 
 def split_phases(taken: Rows) -> tuple[dict[str, list[float | None]], list[int]]:
-    """Seconds by phase and rank, and how many steps each rank was the last of. Ranks of which nothing is known have None."""
+    """Return the seconds by phase and rank, and in how many steps each rank was last. Ranks that have not reported have None."""
     world_size = len(taken)
     exposed = taken[:, :, EXPOSED]
     known = ~numpy.isnan(exposed)
@@ -220,7 +220,7 @@ class LedgerReport:
         return "\n".join([self._head(), *align_columns(rows), *self.answers()])
 
     def answers(self) -> list[str]:
-        """Return what the numbers mean: throughput, what more processes bring, who is waited for, memory."""
+        """Return lines on throughput, scaling, the slowest rank and memory."""
         lines = [self._throughput(), self._scaling()]
         slowest = self.slowest_rank
         if slowest is not None:
@@ -229,12 +229,12 @@ class LedgerReport:
             lines.append(f"model FLOPs utilisation: {self.mfu:.1%}")
         lines += [line for line in (self._memory("host"), self._memory("device")) if line]
         if self.late:
-            lines.append(f"{self.late} steps of other ranks were told too late and are not in it")
+            lines.append(f"{self.late} steps of other ranks were reported too late and are not included")
         return [line for line in lines if line]
 
     @property
     def advice(self) -> str:
-        """One line on what more processes bring: see `answers`."""
+        """One line on scaling: see `answers`."""
         return self._scaling() or self._throughput()
 
     def _head(self) -> str:
@@ -264,7 +264,7 @@ class LedgerReport:
         work = 1.0 - communication - waiting
         return (
             f"communication {communication:.1%} and waiting {waiting:.1%}: {self.world_size} processes do the work of "
-            f"{self.world_size * work:.2f} that need not talk to each other"
+            f"{self.world_size * work:.2f} that need not communicate"
         )
 
     def _memory(self, kind: str) -> str:

@@ -252,7 +252,7 @@ def _pass_sums(codes: _Array, timed: _Array, phases: _Array, spent: _Array, coun
 
 
 class DeviceClock:
-    """Takes the place of the meter's clock. `make` gives an event with `record`, `query` and `elapsed_time` (in milliseconds)."""
+    """Replaces the meter's clock. `make` returns an event with `record`, `query` and `elapsed_time` (in milliseconds)."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -303,5 +303,5 @@ class DeviceClock:
 def _elapsed(earlier: Any, later: Any) -> float:
     try:
         return max(0.0, float(earlier.elapsed_time(later)) * 1e6)
-    except RuntimeError:  # recorded on another queue of the device, which is not there yet
+    except RuntimeError:  # recorded on a different queue of the device, which has not reached it yet
         return 0.0

@@ -30,7 +30,7 @@ from slipstream.config.redaction import redact_text
 from slipstream.distributed.cluster import this_process
 from slipstream.errors import ConfigError
 from slipstream.observability.trackers.images import ImagesByName, to_images
-from slipstream.observability.trackers.values import Table, make_table
+from slipstream.observability.trackers.values import Table, make_table, to_plain
 
 __all__ = ["GeneralTracker", "ImageMixin", "NullTracker", "PackageTracker", "TableMixin", "check_logging_folder", "on_main_process"]
 
@@ -61,12 +61,12 @@ def check_logging_folder(tracker: str, logging_dir: str | os.PathLike[str]) -> P
     >>> check_logging_folder("local", "s3://bucket/run")
     Traceback (most recent call last):
         ...
-    slipstream.errors.ConfigError: the tracker local writes into a folder of this machine, and 's3://bucket/run' is a URL: give it one ...
+    slipstream.errors.ConfigError: the tracker local writes into a folder of this machine, and 's3://bucket/run' is a URL: give it a ...
     """
     if "://" in os.fspath(logging_dir):
         shown = redact_text(os.fspath(logging_dir))
         raise ConfigError(
-            f"the tracker {tracker} writes into a folder of this machine, and {shown!r} is a URL: give it one of its own, "
+            f"the tracker {tracker} writes into a folder of this machine, and {shown!r} is a URL: give it a local folder, "
             'as in Accelerator(project_config=ProjectConfiguration(project_dir="s3://...", logging_dir="logs"))'
         )
     return Path(logging_dir)
@@ -219,6 +219,11 @@ class PackageTracker(ImageMixin, GeneralTracker):
     def start(self) -> None:
         """Create the object of the package."""
         setattr(self, self._handle, self._create())
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Add the settings to the configuration of the run."""
+        self.tracker.config.update(to_plain(values))
 
     @on_main_process
     def finish(self) -> None:

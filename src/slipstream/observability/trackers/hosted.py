@@ -41,7 +41,7 @@ class WandBTracker(TableMixin, PackageTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and whatever else wandb draws: texts, lists, histograms, objects of its own; nested names get slashes."""
+        """Log numbers and everything else that wandb draws: texts, lists, histograms, its own objects; nested names get slashes."""
         self.run.log({name: to_number(value) for name, value in flatten(values).items()}, step=step, **kwargs)
 
     def _read_images(self, given: Any) -> list[Any]:
@@ -173,11 +173,6 @@ class SwanLabTracker(PackageTracker):
     run: Any
 
     @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Add the settings to the run's configuration."""
-        self.run.config.update(to_plain(values))
-
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as scalars, texts as texts, objects of swanlab as they are."""
         found = sort_values(values, own="swanlab")
@@ -202,8 +197,8 @@ _MLFLOW_MAX_LENGTH = 6000
 class MLflowTracker(TableMixin, PackageTracker):
     """A run of mlflow below an experiment, which is created if it does not exist; `logging_dir` is then the place of its artifacts.
 
-    MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID go before what is given, because MLflow sets them for jobs that it starts; MLFLOW_TAGS (JSON)
-    and MLFLOW_NESTED_RUN count where nothing is given.
+    MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID override arguments, because MLflow sets them for jobs that it starts; MLFLOW_TAGS (JSON) and
+    MLFLOW_NESTED_RUN are used if the argument is not given.
     """
 
     name = "mlflow"
@@ -238,8 +233,8 @@ class MLflowTracker(TableMixin, PackageTracker):
                 raise
             first = str(error).strip().split(". ")[0]
             raise ConfigError(
-                f"mlflow has no place to keep runs ({first}): set MLFLOW_TRACKING_URI to a server, or install the whole of mlflow "
-                "(pip install mlflow), which keeps them in a local database"
+                f"mlflow cannot store runs ({first}): set MLFLOW_TRACKING_URI to a server, or install the full mlflow package "
+                "(pip install mlflow), which stores them in a local database"
             ) from error
         return mlflow.start_run(
             run_id=self.run_id,
@@ -325,5 +320,5 @@ def _mlflow_tags(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None
     except ValueError:
         tags = None
     if not isinstance(tags, dict):
-        raise ConfigError(f'the tags of mlflow, {given!r}, are no dict: write {{"name": "value"}}, as a dict or as JSON (MLFLOW_TAGS)')
+        raise ConfigError(f'the tags of mlflow, {given!r}, are not a dict: write {{"name": "value"}}, as a dict or as JSON (MLFLOW_TAGS)')
     return tags

@@ -58,7 +58,7 @@ def to_image(given: Any) -> ImageArray:
     if hasattr(given, "__array__"):
         return _to_uint8(numpy.asarray(given), first=False, what=given)
     raise TypeError(
-        f"{describe_type(given)} is no picture: give one of PIL, a figure of matplotlib, or an array or tensor of (H, W), (H, W, C) "
+        f"{describe_type(given)} is not a picture: give one of PIL, a figure of matplotlib, or an array or tensor of (H, W), (H, W, C) "
         "or (C, H, W), or a list of those"
     )
 
@@ -82,7 +82,7 @@ def _to_uint8(values: NDArray[Any], *, first: bool, what: Any) -> ImageArray:
         values = values[:, :, None]
     if values.ndim != 3 or not {values.shape[0], values.shape[2]} & set(_CHANNELS) or values.size == 0:
         shape = tuple(values.shape)
-        raise TypeError(f"a {type(what).__name__} of {shape} is no picture: give (H, W), (H, W, C) or (C, H, W) of 1 to 4 channels")
+        raise TypeError(f"a {type(what).__name__} of {shape} is not a picture: give (H, W), (H, W, C) or (C, H, W) of 1 to 4 channels")
     ends = values.shape[0] in _CHANNELS, values.shape[2] in _CHANNELS
     if ends == (True, False) or (all(ends) and first and what is not None and len(what.shape) == 3):
         values = values.transpose(1, 2, 0)
@@ -92,7 +92,7 @@ def _to_uint8(values: NDArray[Any], *, first: bool, what: Any) -> ImageArray:
         whole: ImageArray = numpy.clip(values, 0, 255).astype(numpy.uint8, copy=False)
         return whole
     if not numpy.issubdtype(values.dtype, numpy.floating):
-        raise TypeError(f"a picture of {values.dtype} is not known: give whole numbers, floats or truth values")
+        raise TypeError(f"a picture of {values.dtype} is not supported: give integers, floats or booleans")
     values = numpy.nan_to_num(values.astype(numpy.float32), nan=0.0, posinf=1.0, neginf=0.0)
     scale = 1.0 if values.max() > 2.0 else 255.0
     shown: ImageArray = numpy.clip(numpy.rint(values * scale), 0, 255).astype(numpy.uint8)
@@ -100,9 +100,9 @@ def _to_uint8(values: NDArray[Any], *, first: bool, what: Any) -> ImageArray:
 
 
 class ImagesByName:
-    """The images of one call by name, and what is none; a tracker stores the former and then calls `refuse`.
+    """The images of one call by name, and the values that are not images; a tracker stores the former and then calls `refuse`.
 
-    `read` makes the list of pictures of one name, for trackers that know more than `to_images` does.
+    `read` returns the list of images of one name, for trackers that accept more than `to_images` does.
 
     >>> found = ImagesByName({"good": numpy.zeros((2, 2)), "bad": None})
     >>> list(found.made)
@@ -110,7 +110,7 @@ class ImagesByName:
     >>> found.refuse()
     Traceback (most recent call last):
         ...
-    slipstream.observability.trackers.values.RejectedValuesError: the picture bad is left out: None is no picture: ...
+    slipstream.observability.trackers.values.RejectedValuesError: the picture bad is left out: None is not a picture: ...
     """
 
     def __init__(self, values: Mapping[str, Any], read: Callable[[Any], list[Any]] = to_images) -> None:
@@ -121,7 +121,7 @@ class ImagesByName:
                 self.made[str(name)] = read(given)
             except TypeError as error:
                 self.wrong[str(name)] = str(error)
-            except Exception as error:  # one without data, or a figure that cannot draw itself: the others are kept all the same
+            except Exception as error:  # one without data, or a figure that cannot draw itself; the others are stored
                 self.wrong[str(name)] = f"{describe_type(given)} cannot be read as a picture ({type(error).__name__}: {error})"
 
     def numbered(self, separator: str) -> Iterator[tuple[str, Any]]:
@@ -131,7 +131,7 @@ class ImagesByName:
                 yield name if len(several) == 1 else f"{name}{separator}{number}", image
 
     def refuse(self) -> None:
-        """Raise an error for values that are no images, if there are any."""
+        """Raise an error for values that are not images, if there are any."""
         if self.wrong:
             raise RejectedValuesError("picture", self.wrong)
 
@@ -155,5 +155,5 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def to_three_channels(picture: Any) -> Any:
-    """Return a grey picture with three channels, which every viewer takes; any other as it is."""
+    """Return a grey picture with three channels, which every viewer supports; any other unchanged."""
     return picture.repeat(3, axis=2) if picture.shape[2] == 1 else picture

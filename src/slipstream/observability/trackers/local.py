@@ -32,16 +32,16 @@ from slipstream.observability.trackers.values import Table, raise_if_unsupported
 __all__ = ["LocalTracker"]
 
 _MAX_CACHED_NAMES = 10_000
-"""Names of metrics whose spelling is kept; more than these are no names that come again."""
+"""Names of metrics whose JSON text is cached; further names are encoded each time."""
 _CHECK_SECONDS = 10.0
-"""Seconds from one look whether the file is still there to the next."""
+"""Seconds between two checks that the file still exists."""
 
 
 class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
-    """`metrics.jsonl` and pictures in `<logging_dir>/runs/<name>`, or in a folder of a run that is given.
+    """Writes `metrics.jsonl` and images to `<logging_dir>/runs/<name>`, or to the given folder of a run.
 
-    `run_name` is the project. Without a `name` the run is called after project and time. A name that is taken is an error, unless
-    `resume=True` says that the run goes on there.
+    `run_name` is the project. Without a `name` the run is named after project and time. A name that is taken is an error, unless
+    `resume=True` continues that run.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -198,8 +198,8 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         self._look_at = now + _CHECK_SECONDS
         if journal.gone:
             raise FileNotFoundError(
-                f"{journal.path} was removed while the run goes on: what was logged to it is lost, and so is what comes; "
-                "leave the folder of a run alone until its end"
+                f"{journal.path} was removed during the run: what was logged to it, and will be, is lost; "
+                "do not change the folder of a run before its end"
             )
 
     def _beginning(self) -> JsonLinesWriter | None:
@@ -210,7 +210,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         return journal
 
     def _open(self) -> JsonLinesWriter | None:
-        """Return the file; None on processes that keep nothing."""
+        """Return the file; None on processes that write nothing."""
         if self._journal is None:
             self._check_started()
         return self._journal

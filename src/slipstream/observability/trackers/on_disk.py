@@ -153,7 +153,7 @@ class AimTracker(PackageTracker):
 
 
 class DVCLiveTracker(PackageTracker):
-    """A `Live` of the user's, or one that is made with the keywords; `run_name` is the message of its experiment."""
+    """A `Live` of the user, or one that is created with the keywords; `run_name` is the message of its experiment."""
 
     name = "dvclive"
     live: Any
@@ -206,11 +206,6 @@ class TrackioTracker(TableMixin, PackageTracker):
 
     name = "trackio"
     run: Any
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Add the settings to the run's configuration, which goes out with the first values."""
-        self.run.config.update(to_plain(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

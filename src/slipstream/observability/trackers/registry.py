@@ -38,7 +38,7 @@ __all__ = [
 
 
 class LoggerType(str, Enum):
-    """The names of trackers; `ALL` stands for those that are installed.
+    """The names of trackers; `ALL` means all that are installed.
 
     >>> str(LoggerType.WANDB), LoggerType("tensorboard") is LoggerType.TENSORBOARD
     ('wandb', True)
@@ -72,7 +72,7 @@ _TRACKER_CLASSES = {
     LoggerType.DVCLIVE: ("slipstream.observability.trackers.on_disk", "DVCLiveTracker"),
     LoggerType.SWANLAB: ("slipstream.observability.trackers.hosted", "SwanLabTracker"),
 }
-"""The trackers of this version, imported when they are asked for."""
+"""The trackers of this version, imported when they are used."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
     _check_complete(tracker_class)
     if tracker_class.name in LoggerType._value2member_map_:
         raise ConfigError(
-            f"{tracker_class.__qualname__}.name = {tracker_class.name!r} is the name of another tracker: give your class a name of its own"
+            f"{tracker_class.__qualname__}.name = {tracker_class.name!r} is the name of another tracker: give your class a different name"
         )
     return tracker_class
 
@@ -167,7 +167,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
 def resolve_trackers(
     log_with: _Given | Sequence[_Given] | Set[_Given] | None, logging_dir: str | os.PathLike[str] | None
 ) -> ChosenTrackers:
-    """Return the trackers that `log_with` names, each once and in order: instances of the user's as they are, and classes to be made.
+    """Return the trackers that `log_with` names, each once and in order: the user's instances, and classes to instantiate.
 
     >>> [tracker.name for tracker in resolve_trackers(["local", LoggerType.LOCAL], "runs")]
     ['local']
@@ -196,7 +196,7 @@ def resolve_trackers(
 def filter_trackers(
     log_with: _Given | Sequence[_Given] | Set[_Given] | None, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[str | GeneralTracker]:
-    """`log_with` checked: the names of trackers, each once, and the instances of the user's.
+    """Check `log_with`; return the names of trackers, each once, and the user's instances.
 
     >>> filter_trackers(["local", "local"], "runs")
     ['local']
@@ -217,7 +217,7 @@ def _find_trackers(given: Any) -> list[_Tracker]:
         return [given]
     if not isinstance(given, str):
         raise ConfigError(
-            f"log_with={given!r} is no tracker: write a name ({', '.join(_known_names())}), or an instance of a GeneralTracker of yours"
+            f"log_with={given!r} is not a tracker: write a name ({', '.join(_known_names())}), or an instance of your own GeneralTracker"
         )
     name = str(given).lower()
     if name == LoggerType.ALL:
@@ -226,7 +226,7 @@ def _find_trackers(given: Any) -> list[_Tracker]:
         return [_import_tracker(LoggerType(name))]
     users = [klass for klass in _user_classes() if klass.name.lower() == name]
     if not users:
-        known = f"{', '.join(_known_names())}, or an instance of a tracker of yours"
+        known = f"{', '.join(_known_names())}, or an instance of your own tracker"
         raise ConfigError(f"log_with={str(given)!r} is not known{_suggest(name)}: write one of {known}")
     _check_complete(users[-1])
     return [users[-1]]  # of several definitions, as in a notebook, the last
@@ -380,7 +380,7 @@ class Trackers:
                 for tracker in made[count:]:
                     self._finish(tracker)
                 del made[count:]
-        self._warn(chosen.name, "start", [(reason,)], f"log_with='all' goes without {chosen.name}: {reason}")
+        self._warn(chosen.name, "start", [(reason,)], f"log_with='all' leaves out {chosen.name}: {reason}")
         made.append(NullTracker(chosen.name))
 
     def _made(self, chosen: GeneralTracker | type[GeneralTracker], project: str, keywords: Mapping[str, Any]) -> GeneralTracker:
@@ -413,21 +413,13 @@ class Trackers:
             )
         self._send("log_images", "pictures", (values,), {}, step, log_kwargs)
 
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        log_kwargs: _Keywords = None,
-    ) -> None:
-        """Send a table (see `make_table`) to every tracker that stores tables; the others are named once."""
+    def log_table(self, table_name: str, step: int | None = None, log_kwargs: _Keywords = None, **table: Any) -> None:
+        """Send a table to every tracker that stores tables; the others are named once. `table` are arguments of `make_table`."""
         if not isinstance(table_name, str):
             raise ConfigError(f'log_table({table_name!r}): the first argument is the name of the table, as in log_table("answers", ...)')
-        if isinstance(data, Iterator):
-            data = list(data)  # which can be read once, and there may be several trackers
-        self._send("log_table", "tables", (table_name,), {"columns": columns, "data": data, "dataframe": dataframe}, step, log_kwargs)
+        if isinstance(table.get("data"), Iterator):
+            table["data"] = list(table["data"])  # an iterator can be read once, and there may be several trackers
+        self._send("log_table", "tables", (table_name,), table, step, log_kwargs)
 
     def _send(
         self, verb: str, what: str, given: tuple[Any, ...], named: Mapping[str, Any], step: int | None, log_kwargs: _Keywords
@@ -439,7 +431,7 @@ class Trackers:
         for tracker in self.started:
             method = getattr(tracker, verb, None)
             if method is None:
-                self._warn(tracker.name, verb, [("none",)], f"the tracker {tracker.name} keeps no {what}: {verb}() goes on without it")
+                self._warn(tracker.name, verb, [("none",)], f"the tracker {tracker.name} does not store {what}: {verb}() skips it")
                 continue
             try:
                 method(*given, **named, step=step, **(log_kwargs or {}).get(tracker.name, {}))
@@ -461,7 +453,7 @@ class Trackers:
         if keywords is None:
             return
         if not isinstance(keywords, Mapping):
-            raise ConfigError(f'{what}={keywords!r} is no dict: keywords stand under the name of their tracker, as in {{"wandb": {{...}}}}')
+            raise ConfigError(f'{what}={keywords!r} is not a dict: write keywords under the tracker name, as in {{"wandb": {{...}}}}')
         unknown = sorted(set(map(str, keywords)) - set(self.names))
         if unknown:
             there = f"{', '.join(self.names)}: use {'that name' if len(self.names) == 1 else 'those names'}"
@@ -469,7 +461,7 @@ class Trackers:
         for name, some in keywords.items():
             if not isinstance(some, Mapping) or not all(isinstance(key, str) for key in some):
                 raise ConfigError(
-                    f'{what}: what stands under {name}, {some!r}, are no keywords: write a dict, as in {{"{name}": {{"a": 1}}}}'
+                    f'{what}: the value of {name}, {some!r}, is not a dict of keywords: write {{"{name}": {{"a": 1}}}}'
                 )
 
     def _finish(self, tracker: GeneralTracker) -> None:
@@ -485,9 +477,9 @@ class Trackers:
             fresh = [rejected for rejected in error.wrong if (kind, rejected) not in self._reported.get((tracker.name, verb), ())]
             if fresh:
                 by = "" if isinstance(error, UnsupportedTypeError) else f"tracker {tracker.name}, "
-                self._warn(tracker.name, verb, [(kind, rejected) for rejected in fresh], f"{error.text(fresh)} ({by}said once)")
+                self._warn(tracker.name, verb, [(kind, rejected) for rejected in fresh], f"{error.text(fresh)} ({by}reported once)")
             return
-        text = f"the tracker {tracker.name} failed in {verb} ({kind}: {error}); the run goes on, and this is said once"
+        text = f"the tracker {tracker.name} failed in {verb} ({kind}: {error}); the run continues, and this is reported once"
         self._warn(tracker.name, verb, [(kind, name, str(getattr(error, "errno", "")))], text)
 
     def _warn_nowhere(self, verb: str) -> None:
@@ -504,7 +496,8 @@ class Trackers:
             return
         reported.update(keys)
         self._lines[tracker, verb] += 1
-        _logger.warning(text if self._lines[tracker, verb] < _MAX_WARNINGS else f"{text}; further ones of {tracker} in {verb} are not said")
+        is_last = self._lines[tracker, verb] == _MAX_WARNINGS
+        _logger.warning(f"{text}; further ones of {tracker} in {verb} are not reported" if is_last else text)
 
 
 def _check_keywords(kind: GeneralTracker | type[GeneralTracker], keywords: Mapping[str, Any]) -> None:
@@ -516,7 +509,7 @@ def _check_keywords(kind: GeneralTracker | type[GeneralTracker], keywords: Mappi
     parameters = list(inspect.signature(kind).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    ours = {"folder"} if kind is LocalTracker else set()  # the folder of the run is the Accelerator's business
+    ours = {"folder"} if kind is LocalTracker else set()  # the Accelerator sets the folder of the run
     known = [parameter.name for parameter in parameters[2 if kind.requires_logging_directory else 1 :] if parameter.name not in ours]
     if unknown := [name for name in keywords if name not in known]:
         raise ConfigError(
@@ -533,7 +526,7 @@ def _to_int_step(step: Any) -> int:
             return whole
     except (TypeError, ValueError, RuntimeError):
         pass
-    raise ConfigError(f"step={step!r} is no whole number: a step counts what was done, as in log(values, step=3)")
+    raise ConfigError(f"step={step!r} is not a whole number: a step counts what was done, as in log(values, step=3)")
 
 
 def to_settings(config: Any) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ _MAX_DEPTH = 50
 
 
 def to_plain(value: Any) -> Any:
-    """Return the value as data that JSON and YAML know; numbers that they do not know (nan, inf) become texts.
+    """Return the value as data that JSON and YAML support; numbers that they do not support (nan, inf) become texts.
 
     >>> import torch
     >>> to_plain({"lr": torch.tensor(0.5), "dtype": torch.float32, "betas": (0.9, float("inf")), "layers": {3, 1}, 4: None})
@@ -91,7 +91,7 @@ def _describe_object(value: Any) -> str:
         return value.__qualname__
     try:
         return str(value)
-    except Exception as error:  # an object of the user's whose text is broken; the settings of a run are no place to find out
+    except Exception as error:  # the __str__ of a user's object raises; storing settings must not fail for that
         return f"({type(value).__name__}, whose text fails with {type(error).__name__})"
 
 
@@ -103,7 +103,7 @@ def _count_elements(value: Any) -> int | None:
 
 
 def to_number(value: Any) -> Any:
-    """Return a number where the value is one in another form (a tensor or array of one element); any other value as it is.
+    """Return a tensor or array of one element as a number; any other value unchanged.
 
     >>> import torch
     >>> to_number(torch.tensor([3])), to_number("text"), to_number(True)
@@ -135,11 +135,11 @@ def _flatten(values: Mapping[str, Any], prefix: str, levels: int) -> Iterator[tu
 
 
 _MAX_NAMES = 5
-"""Names that one message has room for."""
+"""Names that one message lists."""
 
 
 class RejectedValuesError(TypeError):
-    """Pictures or tables that could not be kept, and why, by their names; the others of the call were kept."""
+    """Pictures or tables that could not be stored, with the reason, by name; the others of the call were stored."""
 
     def __init__(self, what: str, wrong: Mapping[str, str]) -> None:
         self.what, self.wrong = what, dict(wrong)
@@ -157,7 +157,7 @@ class RejectedValuesError(TypeError):
 
 
 class UnsupportedTypeError(RejectedValuesError):
-    """Values that a tracker cannot draw, and what they are, by their names; the other values of the call were kept."""
+    """Values that a tracker cannot store, with their types, by name; the other values of the call were stored."""
 
     def __init__(self, tracker: str, wrong: Mapping[str, str], keeps: str) -> None:
         self.tracker, self.keeps = tracker, keeps
@@ -169,8 +169,8 @@ class UnsupportedTypeError(RejectedValuesError):
         named = _join_names([f"{name} is {self.wrong[name]}" for name in some])
         of_it = "each" if len(some) > 1 else "it"
         return (
-            f"{named}, and the tracker {self.tracker} keeps {self.keeps}: log a number of {of_it} (its mean, say), pictures with "
-            f"log_images, rows with log_table, or what else {self.tracker} can do through get_tracker({self.tracker!r}, unwrap=True)"
+            f"{named}, and the tracker {self.tracker} stores {self.keeps}: log a number of {of_it} (such as its mean), pictures with "
+            f"log_images, rows with log_table, or use {self.tracker} itself: get_tracker({self.tracker!r}, unwrap=True)"
         )
 
 
@@ -231,14 +231,14 @@ def raise_if_unsupported(tracker: str, others: Mapping[str, Any], keeps: str = "
     >>> raise_if_unsupported("local", {"weights": [1, 2]})
     Traceback (most recent call last):
         ...
-    slipstream.observability.trackers.values.UnsupportedTypeError: weights is a list, and the tracker local keeps numbers and texts: ...
+    slipstream.observability.trackers.values.UnsupportedTypeError: weights is a list, and the tracker local stores numbers and texts: ...
     """
     if others:
         raise UnsupportedTypeError(tracker, {name: describe_type(value) for name, value in others.items()}, keeps)
 
 
 def describe_type(value: Any) -> str:
-    """Return what a value is, in a word or two.
+    """Return the type of a value with an article, and its shape if it has one.
 
     >>> import torch
     >>> describe_type(torch.zeros(3)), describe_type(None), describe_type([1]), describe_type(1)
@@ -278,13 +278,13 @@ class Table:
 
 
 class _NoTableError(Exception):
-    """Why something is no table."""
+    """Why something is not a table."""
 
 
 def make_table(name: str, columns: Sequence[str] | None, data: Any, dataframe: Any = None, own: str | None = None) -> Table:
-    """Return a table of what was given; `columns` names the columns, or, where they have names, chooses among them.
+    """Return a table from data or a data frame; `columns` names the columns, or selects among named ones.
 
-    Cells become plain data, but for objects of the package `own`.
+    Cells become plain data, except objects of the package `own`.
 
     >>> make_table("samples", ["prompt", "score"], [["a", 1.0]])
     Table(columns=['prompt', 'score'], rows=[['a', 1.0]])
@@ -293,7 +293,7 @@ def make_table(name: str, columns: Sequence[str] | None, data: Any, dataframe: A
     >>> make_table("samples", None, [1, 2])
     Traceback (most recent call last):
         ...
-    slipstream.observability.trackers.values.RejectedValuesError: the table samples is left out: row 0 of its data is an int and no row: ...
+    slipstream.observability.trackers.values.RejectedValuesError: the table samples is left out: row 0 of its data is an int, not a row: ...
     """
     try:
         wanted = _column_names(columns)
@@ -321,7 +321,7 @@ def _read_table(wanted: list[str] | None, data: Any, dataframe: Any) -> tuple[li
         places = list(range(len(there))) if wanted is None else [there.index(name) for name in _choose_columns(wanted, there)]
         return [there[place] for place in places], [[row[place] for place in places] for row in rows]
     if dataframe is not None:
-        raise _NoTableError(f"dataframe= is {describe_type(dataframe)}, and no data frame of pandas or polars: {_TABLE_FORMS}")
+        raise _NoTableError(f"dataframe= is {describe_type(dataframe)}, not a data frame of pandas or polars: {_TABLE_FORMS}")
     if isinstance(data, Mapping):
         return _from_columns(wanted, {str(key): column for key, column in data.items()})
     if isinstance(data, str | bytes) or not isinstance(data, Iterable) or _dimensions(data) not in (None, 2):
@@ -345,7 +345,7 @@ def _from_columns(wanted: list[str] | None, given: dict[str, Any]) -> tuple[list
 
 
 def _from_records(wanted: list[str] | None, given: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Records need not have every name: a cell that one lacks is None."""
+    """Return columns and rows of records; a missing cell is None."""
     names = _choose_columns(wanted, list(dict.fromkeys(key for record in given for key in record)))
     return names, [[record.get(name) for name in names] for record in given]
 
@@ -362,7 +362,7 @@ def _cells(given: Any, place: str, kind: str) -> list[Any]:
     if _dimensions(given) == 1 and hasattr(given, "tolist"):
         return list(given.tolist())
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise _NoTableError(f"{place} is {describe_type(given)} and no {kind}: {_TABLE_FORMS}")
+        raise _NoTableError(f"{place} is {describe_type(given)}, not a {kind}: {_TABLE_FORMS}")
     return list(given)
 
 

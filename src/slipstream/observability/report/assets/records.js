@@ -121,7 +121,7 @@ function pictures(page, run, name, shots) {
   const show = (at) => {
     const shot = shots[at];
     note.textContent = [Number.isFinite(shot.step) ? `step ${number(shot.step, 9)}` : moment(shot.time), shot.left_out ? "left out: the page would become too large" : ""].filter(Boolean).join(", ");
-    const sources = shot.sources || (shot.paths || []).map((path) => `/media?run=${encodeURIComponent(run.name)}&path=${encodeURIComponent(path)}`);
+    const sources = shot.sources || (shot.paths || []).map((path) => `/media/${encodeURIComponent(run.name)}/${encodeURIComponent(path.slice("media/".length))}`);
     clear(place, sources.map((source, which) => make("img", { src: source, alt: `${name}, picture ${which + 1} of ${sources.length}, ${note.textContent}`, loading: "lazy" })));
   };
   const slider = shots.length > 1 ? make("input", { type: "range", min: "0", max: String(shots.length - 1), value: String(shots.length - 1), "aria-label": `Step of ${name}`, oninput: (event) => show(Number(event.target.value)) }) : null;

@@ -1,6 +1,6 @@
 """One worker that runs Python: set up the process, run the target, record how it ended, exit.
 
-A forked worker enters through `ForkedWorker.run`, a fresh interpreter through `python -m slipstream.launch.worker KIND NAME ARGUMENTS`.
+A forked worker starts in `ForkedWorker.run`, a fresh interpreter with `python -m slipstream.launch.worker_main KIND NAME ARGUMENTS`.
 A script runs as with `python script.py`, a module as with `python -m module`; `__main__`, `sys.argv`, `sys.path[0]` and the exit are
 those of a fresh interpreter. A failure is written to a file for the launcher, which prints it once for the whole job. A worker prints a
 traceback only if it cannot write the file or the user has installed an `excepthook`. Nothing here imports torch.
@@ -31,7 +31,7 @@ from slipstream.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.launch.failure_report import WorkerError, write_worker_error
 from slipstream.launch.plan import Target
 from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, install_warning_dedup
-from slipstream.launch.workers import die_with_parent, flush_streams
+from slipstream.launch.worker_processes import die_with_parent, flush_streams
 
 __all__ = [
     "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "STACK_FILE_VARIABLE", "end_interpreter", "run_target", "run_worker",
@@ -43,7 +43,7 @@ class PrepareForLaunch:
     """A function for `torch.multiprocessing.start_processes`, which calls it with the index of the process and the arguments.
 
     The function runs with RANK, LOCAL_RANK and FORK_LAUNCHED set; WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and on several machines NPROC
-    and NODE_RANK, are those of the parent. `distributed_type="NO"` without `debug` sets no rank. `notebook_launcher` needs none of this.
+    and NODE_RANK, are inherited. `distributed_type="NO"` without `debug` sets no rank. `notebook_launcher` does not need this class.
 
     >>> PrepareForLaunch(lambda text: print(text, get_int_from_env(["RANK"], 0)), "MULTI_CPU")(1, "rank")
     rank 1
@@ -250,7 +250,7 @@ def run_worker(target: Target) -> NoReturn:
 
 
 def _reseed() -> None:
-    """Seed the random generators anew: a fork copies their states, and fresh interpreters would each have their own."""
+    """Reseed the random generators, whose states a fork has copied."""
     random.seed()
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
@@ -291,7 +291,7 @@ def _record_failure(error: BaseException, error_path: str) -> int:
 
 
 def _call_excepthooks(error: BaseException) -> None:
-    """Call our own hooks, which only look at the error, and then a hook of the user, which may print it."""
+    """Call our own hooks, which only examine the error, and then the user's hook, which may print it."""
     hook: Any = sys.excepthook
     while hasattr(hook, "look_at_failure"):  # see observability/memory.py
         hook.look_at_failure(error)

@@ -20,13 +20,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 __all__ = [
     "KILL_AFTER", "ProcessExit", "StopRequested", "StopRequests", "WorkerProcesses", "become_subreaper", "capture_signals",
-    "die_with_parent", "flush_streams", "oom_kill_counts", "open_descriptors", "terminate_descendants", "tie_to_parent",
+    "die_with_parent", "flush_streams", "oom_kill_counts", "open_descriptors", "terminate_descendants",
 ]
 
 
@@ -35,36 +36,20 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _IS_LINUX: Final = sys.platform == "linux"
 
 
-def _prctl(option: int) -> Callable[[int], int]:
-    """Return a function that sets an option of this process; it does nothing where the system has no prctl."""
-    if not _IS_LINUX:
-        return lambda value: 0
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = [ctypes.c_int, ctypes.c_ulong]
-    prctl.restype = ctypes.c_int
-    return lambda value: int(prctl(option, value))
+_prctl: Any = ctypes.CDLL(None).prctl if _IS_LINUX else lambda option, value: 0
+"""Sets an option of this process. Looked up at import, so that a child may call it between fork and exec."""
 
 
 def become_subreaper() -> None:
     """Adopt every descendant whose parent ends, so that it can be found and ended."""
-    _prctl(_PR_SET_CHILD_SUBREAPER)(1)
-
-
-def tie_to_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """Return a function that a child calls to end with its parent. It looks nothing up, so it may run between fork and exec."""
-    set_death_signal = _prctl(_PR_SET_PDEATHSIG)
-
-    def tie() -> None:
-        set_death_signal(signum)
-        if _IS_LINUX and os.getppid() != parent:  # it has ended already
-            os._exit(128 + signum)
-
-    return tie
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Ask the kernel to end this process when its parent ends, or end it now if that has happened."""
-    tie_to_parent(parent, signum)()
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if _IS_LINUX and os.getppid() != parent:  # it has ended already
+        os._exit(128 + signum)
 
 
 def open_descriptors() -> frozenset[int]:
@@ -79,7 +64,7 @@ def open_descriptors() -> frozenset[int]:
 
 
 def oom_kill_counts() -> dict[str, int]:
-    """Return how often the out-of-memory killer has acted: "here" (this control group) and "host", where known.
+    """Return how often the out-of-memory killer has acted: "here" (this control group) and "host", if known.
 
     >>> all(count >= 0 for count in oom_kill_counts().values())
     True
@@ -116,7 +101,7 @@ def _oom_kills(files: list[Path]) -> int | None:
 
 
 _POLL_SECONDS: Final = 0.01
-"""Seconds between looks where the system cannot report the end of a child."""
+"""Seconds between polls on systems that cannot report the end of a child."""
 KILL_AFTER: Final = 2.0
 """Seconds from the first signal to SIGKILL."""
 
@@ -128,7 +113,7 @@ class ProcessExit:
     local_rank: int
     pid: int
     exit_code: int
-    """As `subprocess` gives it: negative is the number of the signal."""
+    """As in `subprocess`: negative is the number of the signal."""
     seen: float
 
 
@@ -206,7 +191,7 @@ class WorkerProcesses:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=tie_to_parent(os.getpid()),  # noqa: PLW1509 - one prctl call, looked up beforehand
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one prctl call, looked up beforehand
         )
         self._add(local_rank, _Child(program.pid, _open_pidfd(program.pid), program))
 
@@ -215,10 +200,14 @@ class WorkerProcesses:
         self.pids[local_rank] = child.pid
 
     def wait(self, seconds: float, wake: int | None = None) -> None:
-        """Return when a child has ended, when the file `wake` is readable, or after `seconds`."""
+        """Return when a child has ended, when the pipe `wake` is readable (which is then emptied), or after `seconds`."""
         watches = [child.watch for child in self._children.values() if child.watch is not None]
         limit = seconds if len(watches) == len(self._children) else min(seconds, _POLL_SECONDS)
-        select.select([*watches, *([] if wake is None else [wake])], [], [], max(0.0, limit))
+        ready, _, _ = select.select([*watches, *([] if wake is None else [wake])], [], [], max(0.0, limit))
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(wake, 64):  # type: ignore[arg-type]
+                    pass
 
     def poll(self) -> list[ProcessExit]:
         """Return the children that have ended since the last call; those killed by a signal come first."""
@@ -242,29 +231,29 @@ class WorkerProcesses:
     def stop(
         self,
         *,
-        grace: float = 0.0,
+        wait_before_signal: float = 0.0,
         signum: signal.Signals = signal.SIGTERM,
-        patience: float = KILL_AFTER,
-        hurry: Callable[[], bool] = lambda: False,
+        wait_before_kill: float = KILL_AFTER,
+        kill_now: Callable[[], bool] = lambda: False,
         wake: int | None = None,
     ) -> list[ProcessExit]:
-        """Give the children `grace` seconds to end by themselves, then `signum`, then after `patience` seconds SIGKILL.
+        """Wait for the children to end, then send `signum`, then SIGKILL; return how they ended.
 
-        Return how they ended. When `hurry` returns True, SIGKILL is sent at once.
+        The waits are in seconds. When `kill_now` returns True, SIGKILL is sent at once.
         """
-        ends = self._await_all(grace, hurry, wake)
+        ends = self._await_all(wait_before_signal, kill_now, wake)
         if self._children:
             self.send(signum)
-            ends += self._await_all(patience, hurry, wake)
+            ends += self._await_all(wait_before_kill, kill_now, wake)
         if self._children:
             self.send(signal.SIGKILL)
-            ends += self._await_all(patience, lambda: False, None)
+            ends += self._await_all(wait_before_kill, lambda: False, None)
         return ends
 
-    def _await_all(self, seconds: float, hurry: Callable[[], bool], wake: int | None) -> list[ProcessExit]:
+    def _await_all(self, seconds: float, kill_now: Callable[[], bool], wake: int | None) -> list[ProcessExit]:
         deadline = time.monotonic() + seconds
         ends = self.poll()
-        while self._children and time.monotonic() < deadline and not hurry():
+        while self._children and time.monotonic() < deadline and not kill_now():
             self.wait(min(0.2, deadline - time.monotonic()), wake)
             ends += self.poll()
         return ends
@@ -298,7 +287,7 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def _reap_adopted(own: set[int]) -> None:
-    """Reap adopted orphans that have ended: nobody else can."""
+    """Reap adopted orphans that have ended."""
     while sys.platform == "linux":  # elsewhere there is no adoption
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -310,7 +299,7 @@ def _reap_adopted(own: set[int]) -> None:
             os.waitpid(found.si_pid, os.WNOHANG)
 
 
-def terminate_descendants(patience: float = KILL_AFTER) -> list[str]:
+def terminate_descendants() -> list[str]:
     """End every remaining descendant of this process, adopted orphans included (`become_subreaper`); return their names."""
     if sys.platform == "linux":
         try:
@@ -325,11 +314,11 @@ def terminate_descendants(patience: float = KILL_AFTER) -> list[str]:
         with contextlib.suppress(psutil.Error):
             named.append(f"{process.name()} (pid {process.pid})")
             process.terminate()
-    _, alive = psutil.wait_procs(found, timeout=patience)
+    _, alive = psutil.wait_procs(found, timeout=KILL_AFTER)
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(alive, timeout=patience)
+    psutil.wait_procs(alive, timeout=KILL_AFTER)
     _reap_adopted(set())
     return named
 
@@ -366,11 +355,8 @@ class StopRequests:
         if self.received:
             raise StopRequested(self.received[0])
 
-    def hurry(self) -> bool:
-        """Return whether a second signal has arrived, so that workers are killed. Also empties the wake-up pipe."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self.wake, 64):
-                pass
+    def kill_requested(self) -> bool:
+        """Return whether a second signal has arrived, which asks to kill the workers."""
         return len(self.received) > 1
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
