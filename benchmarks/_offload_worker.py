@@ -146,7 +146,8 @@ class Worker:
             begin = time.perf_counter()
             found = model(x)
             taken = time.perf_counter() - begin
-        return {"seconds": taken, "cached": share, "bytes": from_disk() - before, "output": checksum(found), "around": reads_directly(model)}
+        direct = reads_directly(model)
+        return {"seconds": taken, "cached": share, "bytes": from_disk() - before, "output": checksum(found), "direct": direct}
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 

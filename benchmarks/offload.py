@@ -266,7 +266,7 @@ def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, cas
                     check(seen["bytes"] > 0.95 * shape[1] * entry, f"cold: {library} read {megabytes(seen['bytes'])} alone from the disk")
                     check(seen["output"] == output, f"cold: the output of {library} is not that of the plain model")
                     words[library] += [f"up to {seen['cached']:.0%} was cached"] if seen["cached"] > 0.02 else []
-                    words[library] += [] if library != "ours" else ["read past the cache" if seen["around"] else "read through the cache"]
+                    words[library] += [] if library != "ours" else ["read past the cache" if seen["direct"] else "read through the cache"]
                 break
     return [share(f"{library}: cold forward, {case}", speeds[library], words[library], library == "ours") for library in words]
 

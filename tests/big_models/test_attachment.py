@@ -130,5 +130,5 @@ def test_unknown_blocks_refused() -> None:
     """Unknown blocks and texts for lists are refused."""
     with pytest.raises(ConfigError, match="'bodi', which this Called does not have"):
         attach_align_device_hook_on_blocks(Called(), {"bodi": "cpu"}, False)
-    with pytest.raises(ConfigError, match=r"write a list of names of classes: \['Pair'\]"):
+    with pytest.raises(ConfigError, match=r"write a list of class names: \['Pair'\]"):
         attach_execution_device_hook(Called(), "cpu", preload_module_classes="Pair")  # type: ignore[arg-type]

@@ -408,7 +408,7 @@ def test_weight_shape_mismatch() -> None:
     """A weight of another shape is refused by name."""
     linear = nn.Linear(2, 2, bias=False)
     offloaded(linear, weights_map=Bundling({"weight": torch.ones(3, 2)}))
-    with pytest.raises(ConfigError, match=r"model.block.weight with shape \[3, 2\], but the module wants \[2, 2\]"):
+    with pytest.raises(ConfigError, match=r"model.block.weight with shape \[3, 2\], but the module expects \[2, 2\]"):
         linear(torch.ones(1, 2))
     assert linear.weight.is_meta
 

@@ -418,7 +418,7 @@ def test_hub_name_is_no_path():
 def test_unused_options_named(tmp_path, caplog):
     """Options that change nothing are named."""
     load_checkpoint_and_dispatch(small(seed=1), single(tmp_path), force_hooks=True, max_memory={"cpu": 1})
-    assert "max_memory, force_hooks changes nothing without a device_map" in caplog.text
+    assert "max_memory, force_hooks has no effect without a device_map" in caplog.text
 
 
 # --- one file, and a real model -----------------------------------------------------------------------------------------------

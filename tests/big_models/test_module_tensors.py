@@ -79,7 +79,7 @@ def test_nothing_to_do() -> None:
         ("0.wait", {}, "'0.wait' names no parameter or buffer.*0 .Linear. has weight, bias"),
         ("7.weight", {}, "no module '7'"),
         ("0.weight", {"device": "disk"}, "0.weight cannot go to 'disk'"),
-        ("0.weight", {"dtype": "float31"}, "'float31', given for 0.weight"),
+        ("0.weight", {"dtype": "float31"}, "dtype of 0.weight='float31'"),
         ("2.bias", {"device": "cpu"}, "2.bias.* is None"),
         ("0.weight", {"value": torch.ones(3, 2, device="meta")}, "the value given for it is on the meta device"),
     ],

@@ -86,7 +86,7 @@ def test_size_with_ties() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
     sizes = {"embed": 32, "embed.weight": 32, "head": 48, "head.weight": 32}
     assert get_module_size_with_ties(["head.weight"], 32, sizes, [("head", model["head"])]) == (48, ["head"], [model["head"]])
-    with pytest.raises(ConfigError, match="'gone.weight' is in none of the modules"):
+    with pytest.raises(ConfigError, match="'gone.weight' is not in the given modules"):
         get_module_size_with_ties(["gone.weight"], 32, sizes, [("head", model["head"])])
 
 

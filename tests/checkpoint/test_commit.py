@@ -258,7 +258,7 @@ def test_folder_vanishes_during_save(tmp_path: Path) -> None:
         with LocalTarget(tmp_path / "out" / "first").begin() as stage:
             files = fill(stage, 1)
             shutil.rmtree(tmp_path / "out")
-            with pytest.raises(CheckpointError, match="vanished") as caught:
+            with pytest.raises(CheckpointError, match="was removed by another process") as caught:
                 stage.add("more", [b"x"], 1) if moment == "writing" else stage.commit(manifest_for(1, files))
         assert str(tmp_path / "out" / "first") in str(caught.value)
     save(tmp_path / "out" / "first", 2)
@@ -550,5 +550,5 @@ def test_latest_named(tmp_path: Path) -> None:
     write_latest(tmp_path, "checkpoint_3", Disk())
     assert (tmp_path / "latest").read_text() == "checkpoint_3\n"
     assert sorted(os.listdir(tmp_path)) == [".latest.writing-76543210", "latest"]
-    with pytest.raises(CheckpointError, match="vanished"):
+    with pytest.raises(CheckpointError, match="was removed by another process"):
         write_latest(tmp_path / "nothing", "checkpoint_3", Disk())

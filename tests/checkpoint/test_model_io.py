@@ -807,7 +807,7 @@ def test_file_url_path(tmp_path):
     """A file URL is a path."""
     save({"step": 1}, f"file://{tmp_path}/state.json")
     assert load(f"file://{tmp_path}/state.json") == load(tmp_path / "state.json") == {"step": 1}
-    with pytest.raises(ConfigError, match="remote place"):
+    with pytest.raises(ConfigError, match="remote URL"):
         save({"step": 1}, "memory://state.json")
 
 

@@ -55,9 +55,9 @@ BAD = {
     "a header of 2**64 - 1 bytes": (b"\xff" * 8 + b"{}", "18,446,744,073,709,551,615 bytes"),
     "no JSON": (a_file(b"hello"), "The header of model.safetensors is not JSON"),
     "a list": (a_file([]), "not a mapping"),
-    "two tensors of one name": (a_file(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'), "stands twice"),
+    "two tensors of one name": (a_file(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'), "occurs twice"),
     "an unknown type": (a_file({"a": tensor("F99")}, 8), "type 'F99'"),
-    "a type that is no text": (a_file({"a": tensor(["F32"])}, 8), "not known here"),  # type: ignore[arg-type]
+    "a type that is no text": (a_file({"a": tensor(["F32"])}, 8), "not supported"),  # type: ignore[arg-type]
     "a field more": (a_file({"a": {**tensor(), "x": 1}}, 8), "not described by"),
     "a field less": (a_file({"a": {"dtype": "F32"}}, 8), "not described by"),
     "no description": (a_file({"a": 3}, 8), "not described by"),

@@ -17,7 +17,7 @@ BAD = {
     b"[1,]": "is not JSON",
     b"{} {}": "Extra data",
     b"'a'": "Expecting value",
-    b'{"a": 1, "b": {"c": 1, "c": 2}}': "the key 'c' stands twice",
+    b'{"a": 1, "b": {"c": 1, "c": 2}}': "the key 'c' occurs twice",
     b"[NaN]": "NaN is not a number",
     b"-Infinity": "-Infinity is not a number",
     b"1e999": "too large",

@@ -236,7 +236,7 @@ def test_failing_store(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             ledger.settle()
         assert ledger.finish().steps == 0
-    lines = [message for message in caplog.messages if "does not reach" in message]
+    lines = [message for message in caplog.messages if "can no longer reach" in message]
     assert len(lines) == 2
     assert "Connection reset by peer" in lines[0]
 

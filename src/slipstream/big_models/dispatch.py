@@ -1,9 +1,9 @@
-"""Dispatch of a model by a device map: every module runs where the map says, and offloaded weights arrive when it runs.
+"""Dispatch a model by a device map: every module runs on its device, and offloaded weights are loaded when it runs.
 
 Tensors of an entry on a device move there. Those on the disk, or in host memory while an accelerator computes, are offloaded: one hook
-for each block brings them. Weights for the disk that are in memory are written once; those that lie in files stay there. `Dispatcher`
-first finds where every tensor comes from, and raises if one has no values anywhere; only then does the model change. A dispatched model
-can be dispatched again: weights in files are found in the files that the previous dispatch has open. No second copy is kept.
+per block loads them. Weights for the disk that are in memory are written once; those in files stay there. `Dispatcher` first finds the
+source of every tensor, and raises if one has no values; only then does the model change. A dispatched model can be dispatched again:
+weights in files are read from the files that the previous dispatch has open. No second copy is kept.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ __all__ = [
 ]
 
 INDEX_ATTRIBUTE: Final = "_slipstream_offload_index"
-"""The attribute of a model in which loading keeps where its weights on the disk are."""
+"""The attribute of a model with the index of its weights on the disk, set by loading."""
 _SMALL_FILE: Final = 64 << 20
-"""Blocks share a file up to this size: every file is held open, and a process may not have many."""
+"""Blocks share a file up to this size: every file is held open, and the number of open files is limited."""
 _ANY_SIZE: Final = 1 << 62
 _Entries = Mapping[str, Mapping[str, Any]]
 
 
-# --- what a previous dispatch left -------------------------------------------------------------------------------------------
+# --- the previous dispatch ---------------------------------------------------------------------------------------------------
 
 
 class _TemporaryFolder:
-    """A folder that is removed when nothing refers to it any more, by the process that made it (not by a forked one)."""
+    """A folder that is removed with the last reference to it, by the process that created it (not by a forked one)."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="slipstream-offload-"))
@@ -82,7 +82,7 @@ def _remove_folder(folder: Path, owner: int) -> None:
 
 
 class _OffloadedWeight(NamedTuple):
-    """A weight that a hook of a previous dispatch brings."""
+    """A weight that a hook of a previous dispatch loads."""
 
     hook: AlignDevicesHook
     name: str
@@ -92,13 +92,13 @@ class _OffloadedWeight(NamedTuple):
 
     @property
     def identity(self) -> Hashable:
-        """Equal for all names of one weight; None if that is not known."""
+        """Equal for all names of one weight; None if unknown."""
         first = None if self.loader is None else self.loader.first_names.get(self.key)
         return None if first is None else (id(self.loader), first)
 
 
 def has_offloaded_modules(model: nn.Module) -> bool:
-    """Return whether weights of a model are offloaded, by hooks of it or of modules below.
+    """Return whether weights of a model are offloaded, by its own hooks or those of submodules.
 
     >>> has_offloaded_modules(nn.Linear(1, 1))
     False
@@ -111,7 +111,7 @@ def _offload_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
 
 
 def _find_offloaded_weights(model: nn.Module) -> dict[str, _OffloadedWeight]:
-    """Return the weights that hooks of a model bring, by their names in it."""
+    """Return the weights that hooks of a model load, by their names in it."""
     found: dict[str, _OffloadedWeight] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for hook in _offload_hooks(module):
@@ -125,7 +125,7 @@ def _find_offloaded_weights(model: nn.Module) -> dict[str, _OffloadedWeight]:
 
 
 def _remove_dispatch_hooks(model: nn.Module) -> None:
-    """Remove the hooks of a previous dispatch, and no others. Weights that were in memory before it are back there."""
+    """Remove the hooks of a previous dispatch, and no others. Weights that were in memory before are restored."""
     for module in model.modules():
         hooks = get_hooks(module)
         others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook)]
@@ -141,7 +141,7 @@ def _remove_dispatch_hooks(model: nn.Module) -> None:
 
 
 def keep_in_memory(model: nn.Module, but: Collection[str]) -> None:
-    """End a previous dispatch: offloaded weights, except those named, become views of their files, and the hooks go."""
+    """Undo a previous dispatch: offloaded weights, except those in `but`, become views of their files, and the hooks are removed."""
     offloaded = _find_offloaded_weights(model)
     _remove_dispatch_hooks(model)
     made: dict[Hashable, torch.Tensor] = {}
@@ -160,11 +160,10 @@ def keep_in_memory(model: nn.Module, but: Collection[str]) -> None:
 
 
 class Dispatcher:
-    """A model, the devices of its parts, and the `blocks` that get hooks (name -> with all below it).
+    """A model, the devices of its modules, and the `blocks` that get hooks (name -> whether submodules are included).
 
-    Values that are not in the model come from `index` (where weights lie in files; it goes before values in the model), `state`, the
-    previous dispatch, `loaded_index` (what loading has left) and the index of `folder`. `always`: weights are offloaded even where they
-    are in memory.
+    Values that are not in the model come from `index` (weights in files; it overrides values in the model), `state`, the previous
+    dispatch, `loaded_index` (set by loading) and the index of `folder`. `always`: offload weights even if they are in memory.
     """
 
     def __init__(
@@ -192,12 +191,12 @@ class Dispatcher:
 
     @torch.inference_mode(False)  # weights of that mode could not be used outside of it
     def run(self, limit: int | None = None, *, must_hold: bool = False) -> None:
-        """Dispatch. `limit`: bytes of offloaded weights in memory at a time; it is raised to what is needed, unless it must hold."""
+        """Dispatch. `limit`: bytes of offloaded weights in memory at a time; it is raised if it is too small, unless `must_hold`."""
         tensors = self._find_tensors()
         self._check_plain(tensors)
         blocks = self._offloaded_by_block(tensors)
         names = [name or "the model" for name in blocks]
-        if must_hold:  # before anything is written; what is read around them is known only later
+        if must_hold:  # before anything is written; the exact sizes in the files are known only later
             sizes = [sum(tensor.nbytes for tensor in block if tensor.target is None) for block in blocks.values()]
             _check_limit(limit, must_hold, names, sizes)
         self._write(blocks, tensors)
@@ -217,7 +216,7 @@ class Dispatcher:
 
     @torch.inference_mode(False)
     def move(self) -> None:
-        """Bring everything to its device, without any hook."""
+        """Move everything to its device, without hooks."""
         self._place_all(self._find_tensors())
 
     def _place_all(self, tensors: Sequence[ModuleTensor]) -> None:
@@ -240,7 +239,7 @@ class Dispatcher:
             groups.setdefault((weight and weight.identity) or parameter_identity(slot.tensor), []).append(slot)
         tensors = [ModuleTensor(slots, offloaded=all(map(self._is_offloaded, slots))) for slots in groups.values()]
         self._keep_unreached(tensors)
-        # Buffers of a model without weights have values too, those with which modules begin: not what was saved.
+        # Buffers of a model on the meta device have their initial values, not the saved ones.
         named = self._model.named_parameters(remove_duplicate=False)
         is_empty = any(parameter.is_meta for name, parameter in named if name not in self._earlier)
         is_empty = is_empty and not self._index and not self._loaded_index
@@ -252,9 +251,9 @@ class Dispatcher:
             self._find_values(tensor, folder_index, is_empty)
         if missing := [tensor.name for tensor in tensors if tensor.is_missing]:
             raise ConfigError(
-                f"{format_names(missing)}: on the meta device, without values, and nothing that was given or loaded has them. "
-                "Call load_checkpoint_and_dispatch with a checkpoint that has these names, or say where they are with state_dict or "
-                "offload_index; buffers that no file has are made with the model, under init_empty_weights(include_buffers=False)."
+                f"{format_names(missing)}: on the meta device, without values, and no source has them. Call load_checkpoint_and_dispatch "
+                "with a checkpoint that has these names, or pass state_dict or offload_index; buffers that are in no file are created "
+                "with the model, under init_empty_weights(include_buffers=False)."
             )
         return tensors
 
@@ -264,14 +263,14 @@ class Dispatcher:
         return self._always or self._targets.is_offloaded(slot.name)
 
     def _keep_unreached(self, tensors: Iterable[ModuleTensor]) -> None:
-        """Keep weights of modules that are never called, such as a ParameterList: no hook could bring them."""
+        """Keep weights of modules that are never called, such as a ParameterList, in memory: no hook could load them."""
         reached = {id(slot.tensor) for name, whole in self._blocks.items() for slot in find_slots(self._modules[name], whole)}
         if left := [tensor for tensor in tensors if tensor.offloaded and not any(id(slot.tensor) in reached for slot in tensor.slots)]:
             for tensor in left:
                 tensor.offloaded = False
             get_logger(__name__).warning(
                 f"{format_names(tensor.name for tensor in left)} stay in memory ({convert_bytes(sum(tensor.nbytes for tensor in left))}): "
-                "they belong to modules that are never called by themselves. Give the module that uses them one device in device_map."
+                "they belong to modules that are never called. Give the module that uses them one device in device_map."
             )
 
     def _set_target(self, tensor: ModuleTensor) -> None:
@@ -298,14 +297,14 @@ class Dispatcher:
             tensor.value = tensor.held.detach()
 
     def _check_plain(self, tensors: Iterable[ModuleTensor]) -> None:
-        """Raise if a tensor that is more than its elements is to go to the disk."""
+        """Raise if a tensor subclass made of several tensors would go to the disk."""
         for tensor in tensors:
             value: Any = tensor.value if tensor.offloaded and tensor.target is None else None
             # torch internals: the test for tensors made of others. Tried on torch 2.13; tests/big_models/test_quantize.py notices a change.
             if value is not None and is_traceable_wrapper_subclass(value):
                 raise ConfigError(
                     f"{tensor.name} is a {type(value).__name__}: quantised weights, and others that are made of several tensors, cannot go "
-                    "to the disk. Give its module another device in device_map, or offload the plain model."
+                    "to the disk. Give its module a different device in device_map, or offload the unquantised model."
                 )
 
     def _offloaded_by_block(self, tensors: Iterable[ModuleTensor]) -> dict[str, list[ModuleTensor]]:
@@ -335,10 +334,10 @@ class Dispatcher:
             self._folder = self._temporary[-1].path
             get_logger(__name__).warning(
                 f"{convert_bytes(sum(tensor.nbytes for file in files for tensor in file))} of weights are written to {self._folder}, "
-                "which goes when the model does. Give offload_dir to choose another disk."
+                "which is deleted with the model. Give offload_dir to choose a different disk."
             )
-        else:  # a model that takes its weights from here later has their buffers too
-            files[-1] += [tensor for tensor in tensors if self._is_buffer_beside(tensor)]
+        else:  # so that a later model can load its buffers from the same folder
+            files[-1] += [tensor for tensor in tensors if self._is_saved_buffer(tensor)]
         index = write_offload_files(self._folder, files, argument="offload_dir")
         if self._given_folder is not None:
             save_offload_index(index, self._folder)
@@ -346,8 +345,8 @@ class Dispatcher:
             file = self._folder.absolute() / index[tensor.name]["safetensors_file"]
             tensor.entry, tensor.value = {**index[tensor.name], "safetensors_file": str(file)}, None
 
-    def _is_buffer_beside(self, tensor: ModuleTensor) -> bool:
-        """Return whether it is a buffer of a module on the disk that stays in memory, and would be saved."""
+    def _is_saved_buffer(self, tensor: ModuleTensor) -> bool:
+        """Return whether it is a persistent buffer that stays in memory while its module is on the disk."""
         if tensor.offloaded or tensor.value is None:
             return False
         return all(not slot.is_parameter and slot.persistent and self._targets[slot.name] is None for slot in tensor.slots)
@@ -368,7 +367,7 @@ class Dispatcher:
         return loader
 
     def _place(self, tensor: ModuleTensor, loader: OffloadedWeightsLoader) -> None:
-        """Move a tensor that stays in memory to its device; values from a file or from the caller replace its placeholder."""
+        """Move a tensor that stays in memory to its device; values from a file or the caller replace a placeholder."""
         held, value = tensor.held, tensor.value if tensor.entry is None else loader[tensor.name]
         assert value is not None
         if held.is_meta or value.device != tensor.target or value.data_ptr() != held.data_ptr():
@@ -404,12 +403,12 @@ class Dispatcher:
             attach("", main, io_same_device=True)
 
     def _device_of(self, name: str) -> torch.device:
-        """Return where a module runs."""
+        """Return the device on which a module runs."""
         target = self._targets[name]
         return self._targets.main if target is None or self._targets.is_offloaded(name) else target
 
     def _divided(self, blocks: Collection[str]) -> list[str]:
-        """Return modules without hooks whose blocks have some: what they compute themselves needs its inputs on one device, too."""
+        """Return modules without hooks that contain blocks with hooks: their own computation needs its inputs on one device, too."""
         found: set[str] = set()
         for name in blocks if self._targets.main != HOST else ():
             while name and name not in self._targets.entries:
@@ -420,7 +419,7 @@ class Dispatcher:
 
 
 def _check_limit(limit: int | None, must_hold: bool, names: Sequence[str], sizes: Sequence[int]) -> int | None:
-    """Return a limit with which every block can run; raise now if there is none, and not in the middle of a forward."""
+    """Return a limit with which every block can run; raise now if there is none, and not during a forward."""
     largest = max(sizes, default=0)
     if limit is not None and limit < largest and not must_hold:
         get_logger(__name__).warning(
@@ -434,7 +433,7 @@ def _check_limit(limit: int | None, must_hold: bool, names: Sequence[str], sizes
 
 
 def _refuse_move(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Refuse `.to()`, `.half()` and the like, which replace every tensor: offloaded ones are not there to be moved or converted."""
+    """Raise for `.to()`, `.half()` and similar calls, which cannot move or convert offloaded tensors."""
     if has_offloaded_modules(model):
         raise StateError(
             f"This {type(model).__name__} has offloaded modules (see its hf_device_map), whose weights cannot be moved or converted. Leave "
@@ -462,15 +461,15 @@ def dispatch_model(
     *,
     limit: int | str | None = None,
 ) -> nn.Module:
-    """Put every part of a model where `device_map` says, attach hooks that bring offloaded weights, and return the same model.
+    """Move every module of a model to its device of `device_map`, attach hooks that load offloaded weights, and return the same model.
 
-    `main_device`: where offloaded modules run; the first accelerator of the map, or the CPU. `state_dict`: values of weights that
-    are on the meta device. `offload_dir`: where weights for the disk are written that are in memory; a temporary folder if it is not
-    given. `offload_index`: where weights for the disk are, by name (`{"safetensors_file": ..., "weight_name": ...}`); those are not
-    written. Buffers stay in memory unless `offload_buffers`. `skip_keys`: arguments of forward that are not moved.
-    `preload_module_classes`: classes whose modules get all their weights at once, as they use those of their children themselves.
-    `limit`: most bytes of offloaded weights that are in memory at a time; of a map of `infer_auto_device_map` with a budget for "cpu", what
-    the budget leaves. A map with a single device needs no hooks, unless `force_hooks`.
+    `main_device`: the device of offloaded modules, by default the first accelerator of the map, or the CPU. `state_dict`: values of
+    weights on the meta device. `offload_dir`: the folder for weights that are in memory and go to the disk, by default a temporary one.
+    `offload_index`: weights that are on the disk already, by name (`{"safetensors_file": ..., "weight_name": ...}`); they are not written.
+    Buffers stay in memory unless `offload_buffers`. `skip_keys`: arguments of forward that are not moved. `preload_module_classes`:
+    classes whose modules get all their weights at once, because they use the weights of their children directly. `limit`: the most bytes
+    of offloaded weights in memory at a time; with a map of `infer_auto_device_map` and a budget for "cpu", by default the rest of that
+    budget. A map with a single device needs no hooks, unless `force_hooks`.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> expected = model(torch.ones(1, 2))
@@ -480,7 +479,7 @@ def dispatch_model(
     """
     if not isinstance(device_map, Mapping):
         raise ConfigError(
-            f"dispatch_model was given device_map={device_map!r}. It takes a dict: make one with infer_auto_device_map, "
+            f"dispatch_model was given device_map={device_map!r}. It accepts a dict: make one with infer_auto_device_map, "
             "or call load_checkpoint_and_dispatch."
         )
     targets = ResolvedDeviceMap(device_map, main_device)
@@ -531,7 +530,7 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights in main memory, and bring those of each block to `execution_device` when it runs.
+    """Keep the weights in main memory, and copy those of each block to `execution_device` when it runs.
 
     >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 1)), execution_device="cpu")
     >>> model(torch.ones(1, 2)).shape, model[0].weight.is_meta
@@ -554,10 +553,10 @@ def disk_offload(
     *,
     limit: int | str | None = None,
 ) -> nn.Module:
-    """Write the weights to `offload_dir`, and bring those of each block from there to `execution_device` when it runs.
+    """Write the weights to `offload_dir`, and load those of each block to `execution_device` when it runs.
 
-    If the model is on the meta device, they are taken from there: the folder is that of an earlier `disk_offload`, or `offload_state_dict`.
-    `limit`: most bytes of weights that are in memory at a time.
+    If the model is on the meta device, they are read from that folder, which an earlier `disk_offload` or `offload_state_dict` has written.
+    `limit`: the most bytes of weights in memory at a time.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -577,7 +576,7 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in main memory until it is called, and then on its device until the handle, or the next model, sends it back.
+    """Keep a whole model in main memory until it is called, then on its device until the handle, or the next model, moves it back.
 
     >>> model, handle = cpu_offload_with_hook(nn.Linear(2, 1), execution_device="cpu")
     >>> model(torch.ones(1, 2)).shape, handle.offload()
@@ -615,7 +614,7 @@ def _largest_block(limit: int | None) -> int:
 
 
 def _find_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str]) -> dict[str, bool]:
-    """Return the blocks of all entries that need a hook, in the order of the model; a module that stands in two places counts once."""
+    """Return the blocks of all entries that need a hook, in the order of the model; a module that occurs twice counts once."""
     largest = _largest_block(limit)
     modules = dict(model.named_modules(remove_duplicate=False))
     order: dict[int, int] = {}
@@ -642,10 +641,10 @@ def _find_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None
 
 
 def _warn_encoders(modules: Mapping[str, nn.Module], blocks: Collection[str]) -> None:
-    """Warn of encoders whose layers get their weights one after the other, which changes their outputs for padding."""
+    """Warn of encoders whose layers are loaded one by one, which changes their outputs at padded positions."""
     encoders = [name for name, module in modules.items() if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor]
     if divided := [name for name in encoders if any(block.startswith(f"{name}.") for block in blocks)]:
         get_logger(__name__).warning(
-            f"The layers of {divided[0]} get their weights one after the other: outputs at padded positions are not set to zero, as the "
-            "encoder does without gradients otherwise. Give it one device in device_map, and a limit that it fits into, if you need that."
+            f"The layers of {divided[0]} are loaded one by one: outputs at padded positions are not set to zero, as the encoder does "
+            "without gradients otherwise. If you need that, give it one device in device_map, and a limit that it fits into."
         )

@@ -1,9 +1,9 @@
-"""Weights loaded into models that are larger than memory, by a device map, from memory-mapped files.
+"""Load weights into models that are larger than memory, by a device map, from memory-mapped files.
 
-`load_checkpoint_in_model` loads, `load_checkpoint_and_dispatch` also finds the map and attaches the hooks that bring offloaded weights.
+`load_checkpoint_in_model` loads, `load_checkpoint_and_dispatch` also plans the map and attaches the hooks that load offloaded weights.
 Safetensors files are used in place: weights for "cpu" become mapped pages, weights for the disk stay in the user's file, and only
-accelerators get a copy. What a file does not have in the right dtype, or not in safetensors, is written to an offload folder. No pickle
-is run. Everything is decided before the model changes; if something does not fit, the model is unchanged.
+accelerators get a copy. Weights in other formats, or that need another dtype, are written to an offload folder. No pickle is executed.
+All checks come before the first change: after an error the model is unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LARGEST_FILE: Final = 1 << 30
 
 @dataclass(frozen=True)
 class WeightLoadOptions:
-    """What the caller wants of the weights."""
+    """How weights are loaded."""
 
     dtype: torch.dtype | None = None
     keep: tuple[str, ...] = ()
@@ -66,12 +66,12 @@ class WeightLoadOptions:
     offload_buffers: bool = False
     strict: bool = False
     folder: Path | None = None
-    """Where weights for the disk are written, if the files of the checkpoint cannot be used as they are."""
+    """The folder for weights on the disk, if the files of the checkpoint cannot be used in place."""
     as_stored: bool = False
-    """Floating point weights keep the dtype of the file."""
+    """Whether floating point weights keep the dtype of the file."""
 
     def dtype_of(self, names: Iterable[str], held: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a tensor is to have: that of the model, if nothing else was asked for."""
+        """Return the dtype for a tensor: by default that of the model."""
         if not (value.is_floating_point() and held.is_floating_point()):
             return held.dtype
         if self.as_stored or self.dtype is None:
@@ -82,25 +82,25 @@ class WeightLoadOptions:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """The report of a load, and where weights on the disk are."""
+    """The report of a load, and the index of weights on the disk."""
 
     report: LoadReport
     index: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Index entries of the weights on the disk; files are named by their whole paths."""
+    """Index entries of the weights on the disk, with full paths of files."""
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Those of them that were written to the folder, with names of files within it."""
+    """Those that were written to the folder, with file names within it."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _LoadedTensor(ModuleTensor):
-    """A tensor of the model with its value in a file, the dtype that it is to have, and that file."""
+    """A tensor of the model with its value in a file, the wanted dtype, and that file."""
 
     value: torch.Tensor
     wanted: torch.dtype
     origin: tuple[WeightFile, str] | None
     """The file, and the name in it."""
     is_shared: bool
-    """Whether the value is that of another weight too, to which this one is not tied."""
+    """Whether another weight, to which this one is not tied, has the same value tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,12 +116,12 @@ class _LoadedTensor(ModuleTensor):
 
     @property
     def is_written(self) -> bool:
-        """Whether it is for the disk and not there as it is wanted."""
+        """Whether it goes to the disk and the checkpoint's file cannot be used in place."""
         in_place = self.origin is not None and self.origin[0].layout is not None and self.value.shape == self.held.shape
         return self.target is None and (self.is_converted or not in_place)
 
     def release(self) -> None:
-        """Give back the pages that a copy was made from."""
+        """Release the pages that were copied."""
         if self.origin is not None and self.origin[0].layout is not None and isinstance(self.origin[0].buffer, mmap.mmap):
             file, name = self.origin
             assert file.layout is not None
@@ -140,7 +140,7 @@ def load_by_device_map(
     extra = source.read_extra()
     places = tensor_slots(model)
     if sharded := next((slots for held, slots in places if is_sharded(held)), None):
-        raise ConfigError(f"device_map cannot place {sharded[0][0]}: it is divided over processes already. Load it without device_map.")
+        raise ConfigError(f"device_map cannot place {sharded[0][0]}: it is sharded over processes already. Load it without device_map.")
     tied = tied_names(model, places)
     report = check_fit(model, values, aliases, extra, tied=tied)
     report.demand_values(model, where)
@@ -186,7 +186,7 @@ def _open_files(source: WeightSource, where: str) -> list[WeightFile]:
 
 
 def _needs_own_loading(model: torch.nn.Module, report: LoadReport, extra: Mapping[str, Any]) -> bool:
-    """Return whether only the model's own load_state_dict will do: it renames keys, has other state, or fills in what is missing."""
+    """Return whether the model's own load_state_dict is needed: it renames keys, has extra state, or fills in missing values."""
     if may_rename_keys(model) or extra.keys() - {METADATA}:
         return True
     # torch internals: modules override `_load_from_state_dict` to load themselves, and no public name says whether one does. Tried on
@@ -197,7 +197,7 @@ def _needs_own_loading(model: torch.nn.Module, report: LoadReport, extra: Mappin
 
 
 def _load_through_model(model: torch.nn.Module, state: Mapping[str, Any], places: Sequence[TensorSlots]) -> dict[str, Any]:
-    """Return the weights as the model's own load_state_dict places them, by name; the model keeps what it has for now."""
+    """Return the weights as the model's own load_state_dict assigns them, by name; the model itself is restored."""
     found: dict[str, Any] = {}
     try:
         model.load_state_dict(state, strict=False, assign=True)
@@ -206,9 +206,9 @@ def _load_through_model(model: torch.nn.Module, state: Mapping[str, Any], places
                 now = module._parameters.get(key, module._buffers.get(key))
                 if now is not None and now is not held:
                     found[name] = now.detach()
-    except (RuntimeError, TypeError) as error:  # a load_state_dict of its own may not know `assign`
+    except (RuntimeError, TypeError) as error:  # an overridden load_state_dict may not support `assign`
         raise CheckpointError(
-            f"{type(model).__name__} refused to load: {error}. Load it without device_map, and give it to dispatch_model then."
+            f"{type(model).__name__} refused to load: {error}. Load it without device_map, then call dispatch_model."
         ) from error
     finally:
         for held, where in places:
@@ -247,7 +247,7 @@ def _plan_loads(
 
 
 def _target_device(slots: Sequence[ModuleSlot], targets: ResolvedDeviceMap, offload_buffers: bool) -> torch.device | None:
-    """Return where a tensor is kept: a tied one where one of its modules keeps it in memory; buffers in memory unless offloaded."""
+    """Return the device of a tensor: in memory if one of its modules keeps it there; buffers in memory unless offloaded."""
     devices = [targets[slot.name] for slot in slots]
     for slot, device in zip(slots, devices, strict=True):
         if not targets.is_offloaded(slot.name):
@@ -269,14 +269,14 @@ def _place_tensor(tensor: _LoadedTensor) -> None:
     if value.shape != held.shape:
         value = value.reshape(held.shape)
     if type(held) in (torch.Tensor, torch.nn.Parameter) and not held.is_inference() and held.device == value.device:
-        held.data = value  # the same object, so whoever holds it has the weights too
+        held.data = value  # the same object, so other references to it have the weights too
     else:
         _replace_tensor(tensor, value)
 
 
 def _replace_tensor(tensor: _LoadedTensor, value: torch.Tensor) -> None:
     held = tensor.held
-    if type(held) is torch.nn.Parameter and not held.__dict__:  # the usual case of what follows, and faster
+    if type(held) is torch.nn.Parameter and not held.__dict__:  # a faster path for the usual case
         tensor.put(torch.nn.Parameter(value, held.requires_grad))
     else:
         tensor.put(wrap_like(held, value))
@@ -311,8 +311,8 @@ def _index_entry(tensor: _LoadedTensor, written: Mapping[str, dict[str, Any]], f
 
 def _why_written(tensor: _LoadedTensor) -> str:
     if tensor.is_converted:
-        return f"{tensor.name} is {dtype_name(tensor.value.dtype)} in the checkpoint and is to be {dtype_name(tensor.wanted)}"
-    return f"{tensor.name} does not lie in a safetensors file as the model has it, and only such files are used in place"
+        return f"{tensor.name} is {dtype_name(tensor.value.dtype)} in the checkpoint, and {dtype_name(tensor.wanted)} is wanted"
+    return f"{tensor.name} is not in a safetensors file in the shape of the model, and only such files are used in place"
 
 
 def _explain_needed_folder(tensors: Sequence[_LoadedTensor], where: str) -> str:
@@ -335,7 +335,7 @@ def _warn_conversions(tensors: Iterable[_LoadedTensor], where: str, options: Wei
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of one file (safetensors, or of torch.save), mapped; with a device map, each on its device.
+    """Return the tensors of one file (safetensors or torch.save), memory-mapped; with a device map, each on its device.
 
     >>> import tempfile
     >>> from slipstream.checkpoint.model_io import save_model
@@ -369,17 +369,17 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> LoadReport:
-    """Load weights into a model, wherever its tensors are; those on the meta device get memory.
+    """Load weights into a model, on any device; tensors on the meta device get memory.
 
-    `checkpoint` is a file (safetensors, or of torch.save), an index, or a folder: one of `save_model`, of `save_state`, or of another
-    library. Names that are missing or unexpected are a warning, or an error with `strict=True`, or if they would leave weights on the meta
-    device; shapes that do not fit are an error. If there is an error, nothing has changed. `dtype` is what the model's floating point
-    weights become, but for those in modules of `keep_in_fp32_modules`; without it they keep the types that the model has.
+    `checkpoint` is a file (safetensors or torch.save), an index, or a folder of `save_model`, `save_state` or another library. Missing and
+    unexpected names are a warning, or an error with `strict=True` or if they would leave weights on the meta device; shapes that do not
+    fit are an error. After an error nothing has changed. `dtype` is the dtype for floating point weights, except those in modules of
+    `keep_in_fp32_modules`; by default they keep the dtypes of the model.
 
-    With a `device_map` weights for "cpu" are the pages of their file, which are read when they are used, and weights for "disk" stay in
-    it: `dispatch_model` finds them. `offload_folder` takes those that have to be converted first, or that come from a file of torch.save,
-    and is needed if something goes to the disk. `offload_state_dict` needs nothing: no state dict is ever in memory. Checksums
-    of a checkpoint of `save_state` are compared without a device map, and not with one, as that would read everything.
+    With a `device_map`, weights for "cpu" are the mapped pages of their file, read on first use, and weights for "disk" stay in the file:
+    `dispatch_model` finds them. `offload_folder` is for those that have to be converted first, or that come from a torch.save file, and is
+    required if something goes to the disk. `offload_state_dict` has no effect: no state dict is ever in memory. Checksums of a checkpoint
+    of `save_state` are verified without a device map, and not with one, as that would read everything.
 
     >>> import tempfile
     >>> from slipstream.checkpoint.model_io import save_model
@@ -416,12 +416,12 @@ def load_checkpoint_and_dispatch(
     *,
     limit: int | str | None = None,
 ) -> torch.nn.Module:
-    """Load weights by a device map, attach hooks that bring the offloaded ones to their modules, and return the same model.
+    """Load weights by a device map, attach hooks that load the offloaded ones, and return the same model.
 
-    `device_map` is a dict, or how it is to be found: "auto" and "balanced" fill accelerators evenly, "balanced_low_0" leaves the first
-    one free for other things, "sequential" fills one after the other; `max_memory` says what each device may hold. Without one the
-    weights go to where the model's tensors are. The rest is as in `load_checkpoint_in_model`, but `offload_folder` is needed only if
-    weights for the disk have to be written, and as in `dispatch_model`.
+    `device_map` is a dict or a strategy: "auto" and "balanced" fill accelerators evenly, "balanced_low_0" leaves the first one free for
+    other uses, "sequential" fills one after the other; `max_memory` limits each device. Without a map the weights go to the devices of the
+    model's tensors. Other arguments are those of `load_checkpoint_in_model` and `dispatch_model`, but `offload_folder` is required only if
+    weights for the disk have to be written.
 
     >>> import tempfile
     >>> from slipstream.checkpoint.model_io import save_model
@@ -474,16 +474,16 @@ def _load(
         save_offload_index(found.written, options.folder)
     if found.index or hasattr(model, INDEX_ATTRIBUTE):
         setattr(model, INDEX_ATTRIBUTE, found.index)
-    if has_offloaded_modules(model):  # its hooks would still bring the weights from before
+    if has_offloaded_modules(model):  # its hooks would still load the previous weights
         keep_in_memory(model, but=found.index)
         if folder_is_needed:
-            get_logger(__name__).warning("The model was dispatched before, and is not any more: call dispatch_model to place it again.")
+            get_logger(__name__).warning("The model is no longer dispatched: call dispatch_model to place it again.")
     return found
 
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Pause garbage collection: hundreds of thousands of objects are made and kept, and collections took a third of the time."""
+    """Pause garbage collection: hundreds of thousands of objects are created and kept, and collections took a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -506,7 +506,7 @@ def _load_options(
         raise ConfigError(f"{caller} was given a {type(model).__qualname__}. Pass a torch.nn.Module.")
     wanted = None if dtype is None else parse_dtype(dtype)
     if keep is not None and (wanted is None or isinstance(keep, str)):
-        raise ConfigError(f"keep_in_fp32_modules={keep!r} is a list of names of modules, and needs dtype beside it.")
+        raise ConfigError(f"keep_in_fp32_modules={keep!r}: write a list of module names, together with dtype.")
     return WeightLoadOptions(
         wanted, tuple(keep or ()), offload_buffers, strict, None if folder is None else check_local_path(folder, "offload_folder")
     )
@@ -523,14 +523,14 @@ def _checked_mapping(device_map: Any) -> Mapping[str, Any]:
 
 def _refuse_options(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
     if offload_8bit_bnb:
-        raise ConfigError("offload_8bit_bnb=True cannot be: weights of 8 bits of bitsandbytes are not offloaded. Leave it out.")
+        raise ConfigError("offload_8bit_bnb=True is not supported: 8-bit weights of bitsandbytes cannot be offloaded. Leave it out.")
     if not full_state_dict or broadcast_from_rank0:
         raise ConfigError(
-            "full_state_dict=False and broadcast_from_rank0=True belong to models that are divided over processes, which are loaded "
+            "full_state_dict=False and broadcast_from_rank0=True are for models that are sharded over processes, which are loaded "
             "with load_state. Leave them out: every process maps the file itself, and those of one machine share its pages."
         )
 
 
 def _warn_unused(given: Mapping[str, Any], why: str = "without a device_map") -> None:
     if unused := [name for name, value in given.items() if value is not None and value is not False]:
-        get_logger(__name__).warning(f"{', '.join(unused)} changes nothing {why}.")
+        get_logger(__name__).warning(f"{', '.join(unused)} has no effect {why}.")

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from slipstream.big_models.device_map.sizes import CustomDtype
+from slipstream.big_models.device_map.sizes import CustomDtype, parse_torch_dtype
 from slipstream.config.handlers import check_count
 from slipstream.devices.packages import import_quietly, silence_libraries
 from slipstream.devices.table import CPU
@@ -29,20 +29,14 @@ __all__ = [
 ]
 
 
-_DTYPES_BY_NAME: Final[Mapping[str, torch.dtype]] = MappingProxyType(
-    {
-        "fp32": torch.float32, "float32": torch.float32,
-        "fp16": torch.float16, "float16": torch.float16,
-        "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    }
-)  # fmt: skip
+_SHORT_NAMES: Final[Mapping[str, str]] = MappingProxyType({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
 _GROUP_SIZES: Final = (32, 64, 128)
 
 
 def _parse_dtype(given: Any, name: str) -> torch.dtype:
-    found: Any = _DTYPES_BY_NAME.get(given.removeprefix("torch.")) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype) or found not in _DTYPES_BY_NAME.values():
-        raise ConfigError(f"{name}={given!r} is not a dtype to compute in. Write 'fp16', 'bf16' or 'fp32', or the types of torch.")
+    found = parse_torch_dtype(_SHORT_NAMES.get(given, given) if isinstance(given, str) else given, name)
+    if found not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ConfigError(f"{name}={given!r} is not a dtype to compute in. Write 'fp16', 'bf16' or 'fp32', or the dtypes of torch.")
     return found
 
 
@@ -81,12 +75,12 @@ class BnbQuantizationConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is neither True nor False.")
         if self.load_in_8bit == self.load_in_4bit:
             both = "both" if self.load_in_8bit else "neither"
-            raise ConfigError(f"{both} of load_in_8bit and load_in_4bit was asked for. Set one of them to True.")
+            raise ConfigError(f"{both} of load_in_8bit and load_in_4bit is set. Set one of them to True.")
         threshold = self.llm_int8_threshold
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold < 0:
             raise ConfigError(f"llm_int8_threshold={threshold!r} is not a non-negative number; 0 means that there are no outliers.")
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
-            raise ConfigError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not known. Write 'fp4' or 'nf4'.")
+            raise ConfigError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not supported. Write 'fp4' or 'nf4'.")
         self.bnb_4bit_compute_dtype = _parse_dtype(self.bnb_4bit_compute_dtype, "bnb_4bit_compute_dtype")
         default = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
         self._by_default = self.torch_dtype is None
@@ -111,7 +105,7 @@ class BnbQuantizationConfig:
 
 @dataclass
 class TorchaoQuantizationConfig:
-    """Weights of 8 or 4 bits by torchao, which runs on processors too: weights are stored so, products are computed in the model's type.
+    """Weights of 8 or 4 bits by torchao, which also runs on CPUs: only storage is quantized, products are computed in the model's dtype.
 
     8 bits: one scale for each row, or for each `group_size` numbers of it. 4 bits: a scale and a zero point for each `group_size` numbers
     (128 by default; 32, 64 or 128), in layers whose rows can be divided so and whose number of rows is a multiple of 16; the others stay
@@ -130,14 +124,14 @@ class TorchaoQuantizationConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.weight_bits, bool) or self.weight_bits not in (8, 4):
-            raise ConfigError(f"weight_bits={self.weight_bits!r} cannot be. Write 8 or 4.")
+            raise ConfigError(f"weight_bits={self.weight_bits!r} is not supported. Write 8 or 4.")
         if self.weight_bits == 4 and self.group_size is None:
             self.group_size = _GROUP_SIZES[-1]
         size = self.group_size
         if size is not None:
             check_count(size, f"group_size={size!r} is not a number of weights. Write one of {', '.join(map(str, _GROUP_SIZES))}.")
         if self.weight_bits == 4 and size not in _GROUP_SIZES:
-            raise ConfigError(f"group_size={size!r} is not there in 4 bits. Write one of {', '.join(map(str, _GROUP_SIZES))}.")
+            raise ConfigError(f"group_size={size!r} is not supported with 4 bits. Write one of {', '.join(map(str, _GROUP_SIZES))}.")
         self.torch_dtype = None if self.torch_dtype is None else _parse_dtype(self.torch_dtype, "torch_dtype")
         self.skip_modules = _check_names(self.skip_modules, "skip_modules")
         self.keep_in_fp32_modules = _check_names(self.keep_in_fp32_modules, "keep_in_fp32_modules")
@@ -206,7 +200,7 @@ class BitsandbytesConverter:
 
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight in 8 bits, and the largest absolute value of each row, which 127 stands for."""
+    """Return a weight in 8 bits, and the largest absolute value of each row, which is encoded as 127."""
     data, scale, _ = _import_bitsandbytes().functional.int8_vectorwise_quant(weight.to(torch.float16))
     return data, scale
 

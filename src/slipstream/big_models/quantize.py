@@ -1,8 +1,8 @@
 """`load_and_quantize_model`: weights go from memory-mapped files into 8 or 4 bits, layer by layer.
 
-The peak of memory is the quantized model plus one layer in full precision. The output head, modules with tied weights, and what the
-config names stay as they are. What cannot be done is refused before the model changes: weights on the disk, layers that are quantized
-already, nothing to convert. Quantized models are for inference.
+The peak of memory is the quantized model plus one layer in full precision. The output head, modules with tied weights, and modules that
+the config names are not quantized. Errors (weights on the disk, layers that are quantized already, nothing to convert) are raised before
+the model changes. Quantized models are for inference.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     ['2']
     """
     groups = [[name.rpartition(".")[0] for name in group] for group in find_tied_parameters(model)]
-    # One module under several names is converted as one; it is between modules that a weight would come apart.
+    # One module under several names is converted once; only a weight shared between modules would be separated.
     tied = {name for names in groups if len({id(model.get_submodule(name)) for name in names}) > 1 for name in names}
     head = _output_head(model)
     return sorted({*tied, *([head] if head is not None else [])})
 
 
 def _output_head(model: nn.Module) -> str | None:
-    """Return the output head: the one that the model names, else its last linear layer; None for a model without a head."""
+    """Return the name of the output head: the one that the model declares, else its last linear layer; None without a head."""
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     ask = getattr(model, "get_output_embeddings", None)
     if not callable(ask):
@@ -66,7 +66,7 @@ def _output_head(model: nn.Module) -> str | None:
         return next((name for name, module in model.named_modules() if module is found), None)
     inner = getattr(model, getattr(model, "base_model_prefix", "") or "", None)
     if not isinstance(inner, nn.Module):
-        return None  # the inner part of a model alone, without what is on top of it
+        return None  # the base model alone, without a head
     inside = {id(module) for module in inner.modules()}
     return next((name for name, module in reversed(linear) if id(module) not in inside), None)
 
@@ -92,7 +92,7 @@ def find_skipped_modules(model: nn.Module, config: QuantizationConfig) -> list[s
 
 
 def select_layers(model: nn.Module, skipped: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers to convert; a subclass of Linear may compute something else, and stays."""
+    """Yield the linear layers to convert, without subclasses of Linear, which may compute something else."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and not is_within_any(name, skipped):
             yield name, module
@@ -118,8 +118,8 @@ def load_and_quantize_model(
 
     The config is a `BnbQuantizationConfig` or a `TorchaoQuantizationConfig`. `weights_location` is a file, an index or a folder of weights,
     for a model that was made under `init_empty_weights` or otherwise; without it the weights that the model has are converted.
-    `device_map` says where modules go: a dict, "auto" and the like, or nothing for the first device there is. The disk is refused.
-    `offload_state_dict` needs nothing: no state dict is ever in memory.
+    `device_map` is a dict, a strategy such as "auto", or None for the first available device. The disk is not supported.
+    `offload_state_dict` has no effect: no state dict is ever in memory.
 
     >>> from slipstream.big_models.quantization_config import TorchaoQuantizationConfig
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
@@ -133,7 +133,7 @@ def load_and_quantize_model(
     places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     targets = _resolve_devices(model, places)
     if offload_folder is not None:
-        get_logger(__name__).warning("offload_folder changes nothing: quantised weights stay in memory.")
+        get_logger(__name__).warning("offload_folder has no effect: quantised weights stay in memory.")
     converter: _Converter = BitsandbytesConverter(config) if isinstance(config, BnbQuantizationConfig) else TorchaoConverter(config)
     if refused := {name: why for name, layer in layers.items() if (why := converter.refuses(layer))}:
         name, why = next(iter(refused.items()))
@@ -178,7 +178,7 @@ def _checked_config(model: Any, config: Any) -> QuantizationConfig:
         )
     if has_offloaded_modules(model):
         raise ConfigError(
-            f"This {type(model).__name__} is dispatched, and weights that are away are not quantised. Quantise the plain model, or bring "
+            f"This {type(model).__name__} is dispatched, and offloaded weights are not quantised. Quantise the plain model, or load "
             'its weights into memory first: dispatch_model(model, {"": "cpu"}).'
         )
     odd = next((name for name, parameter in model.named_parameters() if type(parameter) not in (nn.Parameter, torch.Tensor)), None)
@@ -201,7 +201,7 @@ def _demand_weights(model: nn.Module, location: Any) -> None:
         return
     if location is None:
         raise ConfigError(
-            f"{absent[0]} and {len(absent) - 1} others have no values. Give weights_location, the place of the model's weights."
+            f"{absent[0]} and {len(absent) - 1} others have no values. Give weights_location, the path of the model's weights."
         )
     raise CheckpointError(f"{location} has no value for {', '.join(absent[:5])}. Give the weights of the whole model.")
 
@@ -224,7 +224,7 @@ def _place_unconverted(
     *,
     converted: Collection[str],
 ) -> None:
-    """Convert and move what is not quantized; tied weights stay one."""
+    """Convert and move the tensors that are not quantized; tied weights stay tied."""
     made: dict[int, torch.Tensor] = {}
     for slot in find_slots(model, recurse=True):
         path, tensor = slot.name.rpartition(".")[0], slot.tensor
@@ -239,15 +239,15 @@ def _place_unconverted(
 
 
 def _warn_dtype_change(config: QuantizationConfig, types: Mapping[str, torch.dtype]) -> None:
-    """Warn that the model takes inputs of another dtype now, if nobody asked for that."""
+    """Warn if the default of torch_dtype has changed the dtype of the model's inputs."""
     made = config.unasked_dtype if isinstance(config, BnbQuantizationConfig) else None
     before = next((dtype for dtype in types.values() if dtype.is_floating_point and dtype is not made), None)
     if made is not None and before is not None:
         bits = 8 if config.target_dtype is torch.int8 else 4
         short, own = (str(dtype).partition(".")[2] for dtype in (made, before))
         get_logger(__name__).warning(
-            f"What is not quantised was {own} and is {short} now, the default of torch_dtype beside {bits} bits: "
-            f"pass inputs in {short}, or write torch_dtype={own!r} to go on with {own} ones."
+            f"Modules that are not quantised were {own} and are {short} now, the default of torch_dtype with {bits} bits: "
+            f"pass inputs in {short}, or write torch_dtype={own!r} to keep {own} inputs."
         )
 
 
@@ -258,7 +258,7 @@ def _convert_tensor(tensor: torch.Tensor, device: torch.device | None, dtype: to
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
-# --- where modules go -----------------------------------------------------------------------------------------------------------------
+# --- the device map -------------------------------------------------------------------------------------------------------------------
 
 
 def get_quantized_model_device_map(
@@ -268,7 +268,7 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Any, Any] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a device map in which weights count with the bits that they will have.
+    """Return a device map that counts weights with their quantized sizes.
 
     >>> from slipstream.big_models.quantization_config import TorchaoQuantizationConfig
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -281,7 +281,7 @@ def get_quantized_model_device_map(
         return plan_device_map(model, device_map, max_memory, no_split_module_classes, special_dtypes=dtypes)
     given = {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
     if unused := [name for name, value in given.items() if value is not None]:
-        get_logger(__name__).warning(f"{' and '.join(unused)} changes nothing without a device_map that is to be found, such as 'auto'.")
+        get_logger(__name__).warning(f"{' and '.join(unused)} has no effect without a strategy as device_map, such as 'auto'.")
     if device_map is None:
         family = best_family()
         return {"": CPU.type if family is CPU else device_for(family)}
@@ -291,7 +291,7 @@ def get_quantized_model_device_map(
 
 
 def _planned_dtypes(model: nn.Module, config: QuantizationConfig) -> dict[str, Any]:
-    """Return the dtype of every parameter as it will be."""
+    """Return the dtype of every parameter after quantization."""
     small = {f"{name}.weight" for name, _ in select_layers(model, find_skipped_modules(model, config))}
     wide = config.keep_in_fp32_modules or []
     types: dict[str, Any] = {}
@@ -308,13 +308,13 @@ def _resolve_devices(model: nn.Module, device_map: Mapping[str, Any]) -> Resolve
         if targets.is_offloaded(name):
             where = "the disk" if device is None else "main memory beside an accelerator"
             raise ConfigError(
-                f"device_map puts {name or 'the whole model'} into {where}, and quantised weights are not offloaded. "
+                f"device_map puts {name or 'the whole model'} on {where}, and quantised weights are not offloaded. "
                 "Give max_memory or a device_map with room for it, fewer bits, or offload the plain model: load_checkpoint_and_dispatch."
             )
     return targets
 
 
-# --- single steps, for those who put models together themselves --------------------------------------------------------------------------
+# --- single steps ------------------------------------------------------------------------------------------------------------------------
 
 
 def replace_with_bnb_layers(
@@ -323,9 +323,9 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Replace linear layers by those of bitsandbytes, with their weights if they have any, and return the model.
+    """Replace linear layers with those of bitsandbytes, with their weights if they have any, and return the model.
 
-    `current_key_name` is the path of `model` within a larger one, whose names `modules_to_not_convert` may mean.
+    `current_key_name` is the path of `model` within a larger model, to which names in `modules_to_not_convert` may refer.
     """
     converter = BitsandbytesConverter(bnb_quantization_config)
     prefix = ".".join(current_key_name or ())

@@ -34,10 +34,10 @@ __all__ = [
 
 
 def torch_namespace(name: str, plugin: str | None = None) -> Callable[[], Any]:
-    """Return a function that gives `torch.<name>`, after importing the plugin that adds it; None if there is none.
+    """Return a function that returns `torch.<name>`, after importing the plugin that adds it; None if there is none.
 
-    A plugin that is installed but cannot be imported (its driver is missing, say) is reported as a warning, and its devices
-    count as not there: the machine may have others.
+    A plugin that is installed but cannot be imported (for example without its driver) is reported as a warning, and its devices are
+    ignored: the machine may have others.
     """
 
     def find() -> Any:
@@ -117,10 +117,10 @@ class Family:
     probe: Callable[[Any], bool] = lambda namespace: bool(namespace.is_available())
     """Whether the namespace has a device that works; should not initialise it."""
     indexed: bool = True
-    """Devices have numbers. False: one name stands for what this process has."""
+    """Whether devices have numbers; if not, the type alone names the device of this process."""
     many_per_host: bool = True
     fork_safe: bool = False
-    """A process may fork after importing (not after using) the family. False if nobody has tried."""
+    """Whether a process may fork after importing (not after using) the family; False if that was not tried."""
     bf16: Callable[[Any], bool] = lambda namespace: bool(getattr(namespace, "is_bf16_supported", lambda: True)())
     """Whether the namespace computes in bfloat16."""
     out_of_memory: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class Family:
         return namespace is not None and self.probe(namespace)
 
     def count(self) -> int:
-        """Return how many devices of the family this process sees."""
+        """Return the number of devices of the family that this process sees."""
         return int(self.ask("device_count", default=0)) if self.is_available() else 0
 
     def ask(self, function: str, *arguments: Any, default: Any = None) -> Any:
@@ -452,7 +452,7 @@ def device_for(family: Family, local_rank: int = 0, override: str | None = None)
             return torch.device(override)
         except RuntimeError as error:
             known = ", ".join(family_types())
-            raise ConfigError(f"device {override!r} is not one that torch knows here; write one of {known}, or type:number") from error
+            raise ConfigError(f"torch does not support the device {override!r} here; write one of {known}, or type:number") from error
     if not family.indexed:
         return torch.device(family.type)
     count = family.count()
@@ -478,7 +478,7 @@ def family_of(device: torch.device | str) -> Family:
     kind = str(device).partition(":")[0]
     row = next((family for family in FAMILIES if family.type == kind), None)
     if row is None:
-        raise StateError(f"device {str(device)!r} belongs to no family that Slipstream knows; it knows {', '.join(family_types())}")
+        raise StateError(f"device {str(device)!r} is not of a supported device family; supported are {', '.join(family_types())}")
     return row
 
 
@@ -492,8 +492,8 @@ def count_without_torch(
 ) -> tuple[Family, int]:
     """Return the family that a worker would use and how many devices it would see, from device files and variables alone.
 
-    `(CPU, 0)` means that no accelerator was found. It starts no process and imports nothing. A family counts only if the
-    installed torch has it, so a processor-only build on a machine with accelerators gives 0 too.
+    `(CPU, 0)` means that no accelerator was found. It starts no process and imports nothing. A family counts only if the installed torch
+    supports it, so a CPU-only build on a machine with accelerators returns 0 too.
     """
     from slipstream.devices.packages import version_of
 

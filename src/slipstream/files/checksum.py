@@ -1,8 +1,8 @@
 """Checksums of files: XXH3 with 128 bits, as hexadecimal text, of a whole file or of every mebibyte of it.
 
-Checksums find damage at the speed of memory; they do not protect against an attacker. `Digest` takes bytes in pieces and releases the
-interpreter lock for large ones. `BlockChecksums` takes the checksum of each block while a file is written, and `VerifiedBlockFile` reads
-only the blocks that are asked for, each of them once and verified, into memory of its own.
+Checksums find damage at the speed of memory; they do not protect against an attacker. `Digest` accepts bytes in pieces and releases the
+interpreter lock for large ones. `BlockChecksums` computes the checksum of each block while a file is written, and `VerifiedBlockFile`
+reads only the requested blocks, each once and verified, into its own memory.
 """
 
 from __future__ import annotations
@@ -24,28 +24,8 @@ Bytes: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 """What can be written and checksummed without a copy; a memoryview has to be contiguous."""
 
 
-class Digest:
-    """A checksum of bytes that come in pieces; large pieces are taken without the lock of the interpreter.
-
-    >>> running = Digest()
-    >>> running.update(b"slip")
-    >>> running.update(b"stream")
-    >>> running.hexdigest() == digest(b"slipstream")
-    True
-    """
-
-    __slots__ = ("_running",)
-
-    def __init__(self) -> None:
-        self._running = xxhash.xxh3_128()
-
-    def update(self, data: Bytes) -> None:
-        """Take in the next piece."""
-        self._running.update(data)
-
-    def hexdigest(self) -> str:
-        """Return the checksum of all pieces so far, as 32 hexadecimal digits."""
-        return self._running.hexdigest()
+Digest = xxhash.xxh3_128
+"""A running checksum: `update(data)`, which releases the interpreter lock for large pieces, and `hexdigest()`."""
 
 
 def digest(data: Bytes) -> str:
@@ -119,7 +99,7 @@ class BlockChecksums:
         return b"".join(self._sums)
 
     def _end_block(self) -> None:
-        self._sums.append(bytes.fromhex(self._running.hexdigest()))
+        self._sums.append(self._running.digest())
         self._running, self._room = Digest(), BLOCK_SIZE
 
 
@@ -142,7 +122,7 @@ class VerifiedBlockFile:
     def view(self, start: int, end: int) -> memoryview:
         """Return the memory of these bytes, read and compared. It can be written, and lives as long as a view of it."""
         if not 0 <= start <= end <= self.size:
-            raise CheckpointError(f"{self.where} has {self.size:,} bytes, and {start:,} to {end:,} are asked for")
+            raise CheckpointError(f"{self.where} has {self.size:,} bytes, and {start:,} to {end:,} were requested")
         for first, last in self._missing(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
             self._read(first, last)
         return self._memory[start:end]
@@ -157,7 +137,7 @@ class VerifiedBlockFile:
         self._memory = _reserve_memory(self.size)
 
     def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Run of blocks from `first` until before `last` that were not read yet, each of a few mebibytes."""
+        """Yield runs of blocks from `first` until before `last` that were not read yet, each of a few mebibytes."""
         block = first
         while (block := self._filled.find(0, block, last)) >= 0:
             end = self._filled.find(1, block, last)
@@ -184,7 +164,7 @@ class VerifiedBlockFile:
 
 
 def _reserve_memory(size: int) -> memoryview:
-    """Return memory of this size of which only what is used takes room."""
+    """Return memory of this size; pages are allocated on first use."""
     if not size:
         return memoryview(bytearray())
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE))

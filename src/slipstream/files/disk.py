@@ -42,7 +42,7 @@ _SMALL_COPY: Final = 1 << 16
 
 
 def set_direct_io(fd: int, wanted: bool) -> bool:
-    """Whether reads and writes of an open file pass by the page cache from now on; False where its file system cannot do that."""
+    """Turn direct I/O of an open file on or off; return whether it is on. File systems that do not support it keep it off."""
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return False
@@ -91,11 +91,11 @@ def _fill_buffers(chunks: Iterable[Bytes], free: queue.SimpleQueue[memoryview]) 
 
 
 def copy_bytes(into: memoryview, data: memoryview) -> None:
-    """Copy bytes; while many are copied, other threads of Python go on."""
+    """Copy bytes; large copies release the interpreter lock."""
     if len(data) < _SMALL_COPY:
         into[:] = data
         return
-    import numpy  # its copy of a large array leaves the lock of the interpreter to others; that of a memoryview keeps it
+    import numpy  # its copy of a large array releases the interpreter lock; that of a memoryview keeps it
 
     numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(data, numpy.uint8))
 
@@ -153,12 +153,12 @@ class _WriterThreads:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                self._no_longer_direct()  # a file system that allows it, and then wants larger blocks
+                self._no_longer_direct()  # the file system accepts the flag but requires larger blocks
                 continue
             data, offset = data[count:], offset + count
 
     def _no_longer_direct(self) -> None:
-        """Go on through the page cache, for every writer: direct I/O is a property of the open file."""
+        """Continue through the page cache, for every writer: direct I/O is a property of the open file."""
         self._disk._set_direct(self._fd, False)
         self._direct = False
 
@@ -193,10 +193,10 @@ class Disk:
     """
 
     locks_are_missed = False
-    """Whether it was said that a file system here knows no locks."""
+    """Whether a warning about a file system without locks was logged."""
 
     def make_folder(self, path: Path, mode: int = 0o777) -> None:
-        """Make a folder that is not there yet; the umask takes its part of `mode`."""
+        """Create a folder; the umask applies to `mode`."""
         os.mkdir(path, mode)
 
     def set_mode(self, path: Path, mode: int) -> None:
@@ -221,7 +221,7 @@ class Disk:
         return FileEntry(size, checksum)
 
     def sync_file(self, path: Path) -> FileEntry:
-        """Bring a file that somebody else wrote to the disk, and say what it is; anything but a regular file is an error."""
+        """Sync a file that other code wrote, and return its entry; anything but a regular file is an error."""
         with self._opened(path, _READ) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -233,12 +233,12 @@ class Disk:
         return FileEntry(size, running.hexdigest())
 
     def sync_folder(self, path: Path) -> None:
-        """Bring the names in a folder to the disk."""
+        """Sync the names in a folder."""
         with self._opened(path, _FOLDER) as fd:
             try:
                 self._fsync(fd)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # some network file systems know no syncing of folders: their servers do it
+                if error.errno != errno.EINVAL:  # some network file systems do not support syncing folders: their servers do it
                     raise
 
     def rename(self, old: Path, new: Path) -> None:
@@ -293,9 +293,9 @@ class Disk:
         self.sync_folder(path.parent)
 
     def lock(self, path: Path) -> int:
-        """Hold a file locked until `unlock`, or until this process ends, however it ends; `BlockingIOError` if somebody else holds it.
+        """Lock a file until `unlock`, or until this process ends; `BlockingIOError` if another process holds it.
 
-        Who holds it can be read in it: process id and host. A file system without locks is an `OSError` (ENOLCK, ENOSYS, EOPNOTSUPP).
+        The file contains process id and host of the holder. Without file locks it is an `OSError` (ENOLCK, ENOSYS, EOPNOTSUPP).
         """
         while True:
             with self._naming(path):
@@ -311,12 +311,12 @@ class Disk:
                 self._close(fd)
 
     def unlock(self, path: Path, fd: int) -> None:
-        """Let go of a lock, and remove its file."""
+        """Release a lock, and remove its file."""
         try:
             with suppress(FileNotFoundError):
                 self.remove(path)
         finally:
-            with suppress(OSError):  # closing lets go of it too, unless a child process has the descriptor as well
+            with suppress(OSError):  # closing releases it too, unless a child process has the descriptor as well
                 self._flock(fd, fcntl.LOCK_UN)
             self._close(fd)
 
@@ -337,11 +337,11 @@ class Disk:
         return os.pwrite(fd, data, offset)
 
     def _set_direct(self, fd: int, wanted: bool) -> bool:
-        """Whether writes to this file pass by the page cache from now on."""
+        """Turn direct I/O of this file on or off; return whether it is on."""
         return set_direct_io(fd, wanted)
 
     def _allocate(self, fd: int, size: int) -> None:
-        """Ask for the room of a whole file; nothing happens where the file system does not know that."""
+        """Reserve the space of a whole file, if the file system supports that."""
         code = _fallocate(fd, size)
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise OSError(code, os.strerror(code))

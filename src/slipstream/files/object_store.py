@@ -31,7 +31,7 @@ _BLOCK: Final = 16 << 20
 
 
 def is_url(target: Any) -> bool:
-    """Whether a target is a URL of something else than a folder of this machine.
+    """Return whether a target is a URL that does not name a local folder.
 
     >>> is_url("s3://bucket/run"), is_url("file:///tmp/run"), is_url("runs/first"), is_url("C:/runs")
     (True, False, False, False)
@@ -119,7 +119,7 @@ class ObjectStore:
         return f"{self.shown}/{name}" if name else self.shown
 
     def put(self, name: str, chunks: Iterable[Bytes], size: int) -> str:
-        """Write an object of `size` bytes, in pieces, and give their checksum. It is there when this returns."""
+        """Write an object of `size` bytes, in pieces, and return their checksum. It is complete when this returns."""
         with self._saying(f"{name} could not be written"):
             digest, written = self._stream(self._path(name), chunks, size)
             self._fs.invalidate_cache()
@@ -183,7 +183,7 @@ class ObjectStore:
         return sorted({path.rpartition("/")[2] for path in paths} - {""})
 
     def make_folder(self, name: str) -> None:
-        """Make a folder, where the store has such things. Whatever goes wrong shows when something is written into it."""
+        """Create a folder, if the store has folders. Errors show when something is written into it."""
         path = self._path(name)
         missing = []
         while "/" in path.strip("/"):  # the first part is a bucket or a volume, which is never made here
@@ -243,7 +243,7 @@ class ObjectStore:
 
     def _failed(self, what: str, problem: Exception) -> CheckpointError:
         text = redact(f"{type(problem).__name__}: {problem!s:.500}")
-        return CheckpointError(f"{self.shown}: {what}: {text}. Look at the address, the network, and whether you may write there.")
+        return CheckpointError(f"{self.shown}: {what}: {text}. Check the address, the network, and your permissions.")
 
     @staticmethod
     def _cause(problem: Exception) -> Exception | None:
@@ -257,7 +257,7 @@ class ObjectStore:
 
 
 def _discard_upload(file: Any) -> None:
-    """Return up an object half written, without the close that would publish it."""
+    """Discard a partial object, without the close that would publish it."""
     try:
         file.discard()
     except Exception as problem:  # the error that brought us here says more

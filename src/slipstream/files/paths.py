@@ -35,7 +35,7 @@ _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
 
 def check_name(name: Any, where: str) -> str:
-    """Return the name, if it is a plain relative path; a `CheckpointError` that says where it came from if not.
+    """Return the name if it is a plain relative path; else raise a `CheckpointError` that says where it came from.
 
     >>> check_name("unet/model.safetensors", "MANIFEST.json")
     'unet/model.safetensors'
@@ -89,7 +89,7 @@ _OPENAT2: Final = 437  # the same number on every architecture that Python runs 
 _NO_MAGIC_LINKS: Final = 0x02
 _NO_LINKS: Final = 0x04
 _BENEATH: Final = 0x08
-_CANNOT: Final = (errno.ENOSYS, errno.EPERM, errno.E2BIG, errno.EINVAL)  # an old kernel, or a sandbox that knows no openat2
+_CANNOT: Final = (errno.ENOSYS, errno.EPERM, errno.E2BIG, errno.EINVAL)  # an old kernel, or a sandbox without openat2
 _MOST_RETRIES: Final = 100
 
 
@@ -127,7 +127,7 @@ class ConfinedFolder:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder; twice does no harm."""
+        """Close the folder; may be called twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -171,7 +171,7 @@ class ConfinedFolder:
     def names(self, refused: list[str] | None = None) -> list[str]:
         """Return the names of all regular files, in folders below too, sorted.
 
-        Links, pipes, devices and names that `check_name` does not like are an error; with a list given, they are added to it instead.
+        Links, pipes, devices and names that `check_name` rejects are an error; if a list is given, they are added to it instead.
         """
         found: list[str] = []
         bad: list[str] = []
@@ -274,11 +274,11 @@ def _is_plain(name: str) -> bool:
 def _explained(error: OSError) -> str:
     reasons = {
         errno.ENOENT: "is missing",
-        errno.ELOOP: "is a symbolic link or lies behind one; links are not followed",
+        errno.ELOOP: "is a symbolic link or behind one; links are not followed",
         errno.EXDEV: "is a symbolic link that leads outside; it is not followed",
         errno.ENXIO: "is a pipe, a socket or a device, and only regular files are read",
         errno.EACCES: "may not be read by this user",
-        errno.ENOTDIR: "lies behind something that is not a folder, or behind a symbolic link; links are not followed",
+        errno.ENOTDIR: "is behind something that is not a folder, or behind a symbolic link; links are not followed",
     }
     return reasons.get(error.errno or 0, f"cannot be opened: {error.strerror}")
 

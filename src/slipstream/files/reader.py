@@ -51,7 +51,7 @@ def read_whole(
     """Return all `size` bytes of an open file, and their checksum ("" with `digest=False`); `where` names the file in errors.
 
     `alone`: no other process or thread is reading the same file, so that it need not go through the page cache if it is not there.
-    `advance` is told how many bytes more are there.
+    `advance` is called with the number of bytes of each piece.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
@@ -145,7 +145,7 @@ def _read_pieces(fd: int, parts: Sequence[memoryview], size: int, where: str, *,
             for read in reads:
                 read.cancel()
     if direct:
-        set_direct_io(fd, False)  # the end of a file is seldom that of a block
+        set_direct_io(fd, False)  # the end of a file is rarely the end of a block
     _fill(fd, *pieces[-1], where)
     yield pieces[-1][0]
 
@@ -188,7 +188,7 @@ def _fill_by_copy(fd: int, views: list[memoryview], offset: int, where: str, spa
 
 
 def _is_cached(fd: int, size: int) -> bool:
-    """Whether some of a file is in the page cache; True where that is unknown."""
+    """Return whether some of a file is in the page cache; True if that is unknown."""
     at_once = getattr(os, "RWF_NOWAIT", 0)
     byte = bytearray(1)
     for offset in range(0, size, -(-size // _PROBES)):
@@ -233,7 +233,7 @@ def release_memory(memory: memoryview) -> None:
 def check_fits_memory(size: int, where: str) -> None:
     """Raise for a file that is larger than the memory of this machine.
 
-    A file of holes takes no space on the disk, and a system that promises too much memory would never come to an end.
+    A sparse file takes no space on the disk, and a system that overcommits memory would never finish reading it.
     """
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > there:
@@ -252,10 +252,10 @@ def _memory(size: int, where: str) -> memoryview:
 
 
 class _LargePages:
-    """Memory in large pages, as long as the system has them at hand.
+    """Memory in large pages, as long as the system has free ones.
 
-    They cost a third of what the same memory costs in small ones. But a virtual machine may have given those that are free back to its
-    host, and getting them again takes ten times as long; as soon as that shows, the rest is taken in small ones.
+    They cost a third of the same memory in small pages. But a virtual machine may have returned its free ones to the host, and getting
+    them again takes ten times as long; as soon as that is noticed, small pages are used for the rest.
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
@@ -301,7 +301,7 @@ def _fill(fd: int, views: list[memoryview], offset: int, where: str, *, direct: 
             try:
                 got = os.preadv(fd, left, offset)
             except OSError as error:
-                if error.errno == errno.EINVAL and direct:  # a file system that allows it, and then does not do it
+                if error.errno == errno.EINVAL and direct:  # the file system accepts the flag but does not support it
                     set_direct_io(fd, False)
                     direct = False
                     continue
@@ -312,7 +312,7 @@ def _fill(fd: int, views: list[memoryview], offset: int, where: str, *, direct: 
 
 
 def _remaining_views(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of this memory once so many bytes of it are filled."""
+    """Return the memory that is left after the first `done` bytes of it were filled."""
     for number, view in enumerate(views):
         if done < len(view):
             return [view[done:], *views[number + 1 :]]

@@ -38,13 +38,13 @@ ITEM_SIZE: Final[Mapping[str, int]] = {
     "F64": 8,
     "C64": 8,
 }
-"""Bytes of one element, by the name that a header gives its type."""
+"""Bytes of one element, by the name of its dtype in a header."""
 
 LARGEST_HEADER: Final = 100_000_000
 """Most bytes of a header: the limit of the format."""
 
 ALIGNMENT: Final = 64
-"""Where torch's own memory for tensors begins: at multiples of so many bytes."""
+"""The alignment of torch's own memory for tensors, in bytes."""
 
 _METADATA: Final = "__metadata__"
 _MOST_DIMS: Final = 64
@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
-    """All tensors of a file, in the order of their bytes; `data_start` is where offset 0 lies, `size` that of the whole file."""
+    """All tensors of a file, in the order of their bytes; `data_start` is the position of offset 0, `size` that of the whole file."""
 
     entries: dict[str, TensorEntry]
     data_start: int
@@ -75,10 +75,10 @@ class SafetensorsLayout:
 def file_order_key(size: int, item_size: int) -> tuple[bool, int]:
     """Return a key to sort tensors by for a file: their bytes, and those of an element.
 
-    Those whose bytes fill multiples of 64 come first and begin at such multiples, so whoever maps the file has them as aligned as tensors
-    of torch's own; the others follow, larger elements first, each at a multiple of its element.
+    Tensors whose sizes are multiples of 64 come first and begin at such multiples, so in a mapped file they are aligned as in torch's own
+    memory; the others follow, larger elements first, each at a multiple of its element.
 
-    >>> sorted([(4, 4), (64, 4), (16, 8), (128, 2)], key=lambda one: file_order_key(*one))
+    >>> sorted([(4, 4), (64, 4), (16, 8), (128, 2)], key=lambda sizes: file_order_key(*sizes))
     [(64, 4), (128, 2), (16, 8), (4, 4)]
     """
     return (size % ALIGNMENT != 0, -item_size if size % ALIGNMENT else 0)
@@ -87,7 +87,7 @@ def file_order_key(size: int, item_size: int) -> tuple[bool, int]:
 def plan_layout(
     items: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, SafetensorsLayout]:
-    """Return the header (with its length) for tensors given as (name, dtype, shape), stored in the order given, and where each one lies.
+    """Return the header (with its length) for tensors given as (name, dtype, shape), stored in the order given, and their layout.
 
     The data begins at a multiple of 64 bytes of the file. Between tensors the format allows no gap: `file_order_key` puts them into an
     order in which almost all begin at such a multiple too.
@@ -124,7 +124,7 @@ def plan_layout(
 
 
 def read_layout(read: Callable[[int, int], bytes | bytearray | memoryview], size: int, where: str) -> SafetensorsLayout:
-    """Return the layout of a file of `size` bytes; `read(offset, count)` gives bytes of it, `where` names it in errors.
+    """Return the layout of a file of `size` bytes; `read(offset, count)` returns bytes of it, `where` names it in errors.
 
     >>> header, layout = plan_layout([("weight", "F32", (2, 3))])
     >>> file = header + bytes(24)
@@ -143,24 +143,24 @@ def read_layout(read: Callable[[int, int], bytes | bytearray | memoryview], size
     if not isinstance(content, dict):
         raise _refusal(where, "its header is not a mapping")
     metadata = _metadata(content.pop(_METADATA, {}), where)
-    found = sorted((_entry(name, said, where) for name, said in content.items()), key=lambda entry: (entry.start, entry.end))
+    found = sorted((_entry(name, described, where) for name, described in content.items()), key=lambda entry: (entry.start, entry.end))
     _check_order(found, size - 8 - length, where)
     return SafetensorsLayout({entry.name: entry for entry in found}, 8 + length, size, metadata)
 
 
-def _metadata(said: Any, where: str) -> dict[str, str]:
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+def _metadata(described: Any, where: str) -> dict[str, str]:
+    if not isinstance(described, dict) or not all(isinstance(value, str) for value in described.values()):
         raise _refusal(where, f"its {_METADATA} is not a mapping of texts")
-    return said
+    return described
 
 
-def _entry(name: str, said: Any, where: str) -> TensorEntry:
+def _entry(name: str, described: Any, where: str) -> TensorEntry:
     shown = name if len(name) <= 100 else name[:97] + "..."
-    if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
         raise _refusal(where, f"the tensor {shown!r} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
-        raise _refusal(where, f"the tensor {shown!r} has the type {str(dtype)[:40]!r}, which is not known here")
+        raise _refusal(where, f"the tensor {shown!r} has the type {str(dtype)[:40]!r}, which is not supported")
     if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_count, shape)):
         raise _refusal(where, f"the shape of the tensor {shown!r} is not a list of at most {_MOST_DIMS} sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)) or offsets[0] > offsets[1]:
@@ -168,7 +168,7 @@ def _entry(name: str, said: Any, where: str) -> TensorEntry:
     start, end = offsets
     if math.prod(shape) * ITEM_SIZE[dtype] != end - start:
         raise _refusal(where, f"the tensor {shown!r} has {end - start:,} bytes, which is not what the shape {shape} of {dtype} takes")
-    if math.prod(filter(None, shape)) > _LARGEST // ITEM_SIZE[dtype]:  # a size of 0 hides the others, which nobody can count
+    if math.prod(filter(None, shape)) > _LARGEST // ITEM_SIZE[dtype]:  # a size of 0 hides the others from the check above
         raise _refusal(where, f"the shape of the tensor {shown!r} has sizes that are too large")
     return TensorEntry(name, dtype, tuple(shape), start, end)
 

@@ -28,7 +28,7 @@ LARGEST_MEMORY: Final = 56 << 20
 _COSTS: Final = (("{", 160), ("[", 160), (":", 240), (",", 64))
 """Bytes of memory that come with a character, at most, in all the forms that the values go through."""
 _USUAL: Final = 11
-"""Bytes of memory for each byte of a text that says something; one that was made to fill the memory takes fifty and more."""
+"""Bytes of memory for each byte of an ordinary text; one that was made to exhaust the memory takes fifty and more."""
 _HIGHEST_COST: Final = 8 + max(cost for _, cost in _COSTS)
 """Most bytes of memory that one character can cost: a text that is short enough needs no counting."""
 _LONG: Final = 1 << 20
@@ -40,7 +40,7 @@ _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 def parse(
     data: bytes | bytearray | memoryview | str, where: str, *, largest: int = LARGEST, deepest: int = DEEPEST, beside: int = 0
 ) -> Any:
-    """Return the value that this text stands for; `where` names the text in errors.
+    """Return the value of this text; `where` names the text in errors.
 
     `beside`: bytes in the file that it is the header of, whose tensors take memory too. See `explain_too_large`.
 
@@ -49,7 +49,7 @@ def parse(
     >>> parse(b'{"step": 3, "step": 4}', "MANIFEST.json")
     Traceback (most recent call last):
         ...
-    slipstream.errors.CheckpointError: MANIFEST.json is not JSON that can be trusted: the key 'step' stands twice in one object.
+    slipstream.errors.CheckpointError: MANIFEST.json is not JSON that can be trusted: the key 'step' occurs twice in one object.
     """
     if len(data) > largest:
         raise _refusal(where, f"it has {len(data):,} bytes, more than {largest:,}")
@@ -74,10 +74,10 @@ def parse(
 
 
 def explain_too_large(text: str, *, beside: int = 0) -> str | None:
-    """Return why a text is more than `parse` takes; None if it is not. Who writes a text asks this first.
+    """Return why a text is more than `parse` accepts; None if it is not. Writers call this before they write a text.
 
-    A few bytes of JSON become tens of bytes of Python, so that size alone limits too little. What the values take, at most, is found by
-    counting; it has to be in a sound proportion to the text and to the file around it, but for the first `LARGEST_MEMORY` bytes.
+    A few bytes of JSON become tens of bytes of Python, so a limit of the size is not enough. The memory of the values is estimated by
+    counting characters; beyond the first `LARGEST_MEMORY` bytes it has to be proportional to the text and to the file around it.
 
     >>> explain_too_large('{"step": 3}')
     >>> explain_too_large("[" + "{}," * 1_000_000 + "{}]")
@@ -97,7 +97,7 @@ def explain_too_large(text: str, *, beside: int = 0) -> str | None:
 
 
 def dump(value: Any, *, indent: int | None = None) -> bytes:
-    """Return the text of a value, in UTF-8, keys in their order; what JSON cannot hold is a `CheckpointError`.
+    """Return the text of a value, in UTF-8, keys in their order; values that JSON does not support raise a `CheckpointError`.
 
     >>> dump({"name": "zwölf", "value": 12})
     b'{"name":"zw\\xc3\\xb6lf","value":12}'
@@ -105,7 +105,7 @@ def dump(value: Any, *, indent: int | None = None) -> bytes:
     separators = (",", ":") if indent is None else (",", ": ")
     try:
         data = _encoder(indent).encode(value).encode("utf-8")
-        if len(data) > _LONG and not data.isascii():  # spelled out: while it is read, every character takes one byte and not four
+        if len(data) > _LONG and not data.isascii():  # escaped: while it is read, every character takes one byte and not four
             data = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
         return data
     except (TypeError, ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:100]!r} stands twice in one object")
+        raise ValueError(f"the key {twice[:100]!r} occurs twice in one object")
     return found
 
 
@@ -165,13 +165,13 @@ def _check_depth(value: Any, where: str, deepest: int) -> None:
 
 
 def _check_texts(value: Any, where: str) -> None:
-    """Raise for texts that no file can hold."""
+    """Raise for texts that cannot be encoded as UTF-8."""
     level = [value]
     while level:
-        level = [inner for entry in level for inner in _describe_position(entry, where)]
+        level = [inner for entry in level for inner in _iterate_texts(entry, where)]
 
 
-def _describe_position(value: Any, where: str) -> Iterator[Any]:
+def _iterate_texts(value: Any, where: str) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value
         yield from value.values()

@@ -206,7 +206,7 @@ class WorkerProcesses:
         ready, _, _ = select.select([*watches, *([] if wake is None else [wake])], [], [], max(0.0, limit))
         if wake in ready:
             with contextlib.suppress(BlockingIOError):
-                while os.read(wake, 64):  # type: ignore[arg-type]
+                while os.read(wake, 64):
                     pass
 
     def poll(self) -> list[ProcessExit]:

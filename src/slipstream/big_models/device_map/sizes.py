@@ -1,7 +1,7 @@
 """Sizes of tensors, modules and indivisible layers in bytes, from shapes and dtypes alone, and the weights that modules share.
 
-A model on the meta device gives the same answers as a real one. The time is linear in the number of tensors. A shared weight counts once,
-where it is met first. Two names are tied if they are the same `Parameter`, or two that lie in the same memory in the same shape.
+A model on the meta device has the same sizes as a real one. The time is linear in the number of tensors. A shared weight counts once, at
+its first name. Two names are tied if they are the same `Parameter`, or two with the same memory and shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "CustomDtype", "calculate_maximum_sizes", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
     "compute_module_sizes", "compute_module_total_buffer_size", "dtype_byte_size", "find_tied_parameters", "get_max_layer_size",
     "get_module_leaves", "get_module_size_with_ties", "get_non_persistent_buffers", "id_tensor_storage", "make_sizer",
-    "named_module_tensors", "retie_parameters", "to_dtype",
+    "named_module_tensors", "parse_torch_dtype", "retie_parameters", "to_dtype",
 ]
 
 
@@ -49,27 +49,32 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def to_dtype(given: Any, name: str = "dtype") -> torch.dtype | CustomDtype:
-    """Return an element type from one, or from its name.
+    """Return a dtype of torch, or one of `CustomDtype`, from itself or its name.
 
     >>> to_dtype("float16"), to_dtype("torch.bfloat16"), to_dtype("int4")
     (torch.float16, torch.bfloat16, <CustomDtype.INT4: 'int4'>)
     """
-    if isinstance(given, torch.dtype | CustomDtype):
-        return given
-    if isinstance(given, str):
-        word = given.removeprefix("torch.")
-        custom = next((member for member in CustomDtype if member.value == word.lower()), None)
-        found = custom or getattr(torch, word, None)
-        if isinstance(found, torch.dtype | CustomDtype):
-            return found
-    raise ConfigError(f'{name}={given!r} is not an element type. Write one such as torch.float16, or its name: "float16".')
+    custom = str(getattr(given, "value", given)).removeprefix("torch.").lower()
+    return next((member for member in CustomDtype if member.value == custom), None) or parse_torch_dtype(given, name)
+
+
+def parse_torch_dtype(given: Any, name: str = "dtype") -> torch.dtype:
+    """Return a dtype of torch from itself or its name; `name` is the argument, for the error.
+
+    >>> parse_torch_dtype("torch.bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f'{name}={given!r} is not a torch dtype. Write one such as torch.float16, or its name: "float16".')
+    return found
 
 
 def make_sizer(dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Sizer:
     """Return a function from a tensor to its bytes when weights are converted to `dtype`, and some, by name, to another type.
 
-    `dtype` applies to floating point tensors of two bytes and more: integers and bytes are indices and quantized weights, which nobody
-    converts.
+    `dtype` applies to floating point tensors of two bytes and more: integers and bytes are indices and quantized weights, which are not
+    converted.
 
     >>> view_bytes = make_sizer("float16", {"head.weight": "float32"})
     >>> view_bytes("body.weight", torch.zeros(10)), view_bytes("head.weight", torch.zeros(10)), view_bytes("ids", torch.arange(10))
@@ -227,7 +232,7 @@ def get_module_size_with_ties(
     for parameter in tied_params:
         held = next(((name, module) for name, module in modules_to_treat if f"{parameter}.".startswith(f"{name}.")), None)
         if held is None:
-            raise ConfigError(f"tied parameter {parameter!r} is in none of the modules given: {[name for name, _ in modules_to_treat]}.")
+            raise ConfigError(f"tied parameter {parameter!r} is not in the given modules: {[name for name, _ in modules_to_treat]}.")
         if held[0] not in found:
             found[held[0]] = held[1]
             size += module_sizes.get(held[0], 0)

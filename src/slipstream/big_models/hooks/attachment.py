@@ -36,9 +36,9 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: _Tied | None = None,
 ) -> None:
-    """Give every module with tensors in it or below it, and without a hook, one that brings inputs to the device.
+    """Attach a hook that moves inputs to the device to every module with tensors in or below it that has no hook yet.
 
-    Below classes of `preload_module_classes` nothing is attached.
+    Nothing is attached below classes of `preload_module_classes`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     >>> attach_execution_device_hook(model, "cpu")
@@ -69,11 +69,11 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: _Tied | None = None,
 ) -> None:
-    """Give every module that holds tensors itself a hook that brings inputs, and with `offload` the weights, to the device.
+    """Attach a hook that moves inputs, and with `offload` the weights, to the device to every module with its own tensors.
 
-    `weights_map` has the names of the whole model, in which this module is called `module_name`. A module of a class in
-    `preload_module_classes` gets, with `offload`, one hook for all that is below it: for modules that use the weights of their children
-    without calling them.
+    `weights_map` has the names of the whole model, in which this module is called `module_name`. With `offload`, a module of a class in
+    `preload_module_classes` gets one hook for everything below it: for modules that use the weights of their children without calling
+    them.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     >>> attach_align_device_hook(model, execution_device="cpu", offload=True)
@@ -109,8 +109,8 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Attach hooks to blocks: `execution_device` and `offload` say by block name where it runs and whether it is offloaded.
 
-    A block that is not offloaded is put on its device as a whole; in one that is, every module with tensors gets a hook of its own.
-    Outputs of the whole model go to the device of its inputs. Without mappings, the whole model is one block.
+    A block that is not offloaded moves to its device as a whole; in an offloaded one every module with tensors gets its own hook. Outputs
+    of the whole model go to the device of its inputs. Without mappings, the whole model is one block.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     >>> attach_align_device_hook_on_blocks(model, {"0": "cpu", "1": "cpu"}, {"0": True, "1": False}, weights_map=model.state_dict())
@@ -148,14 +148,14 @@ def _check_names(module: torch.nn.Module, module_name: str, names: set[str]) -> 
     if unknown:
         raise ConfigError(
             f"execution_device and offload name the block {unknown[0]!r}, which this {type(module).__name__} does not have. "
-            "Write names as named_modules() gives them, '' for the whole."
+            "Write names of named_modules(), '' for the whole model."
         )
 
 
 def _broadcast_to_blocks(
     execution_device: _Device | Mapping[str, _Device] | None, offload: bool | Mapping[str, bool], whole: str
 ) -> tuple[Mapping[str, _Device | None], Mapping[str, bool]]:
-    """Return both as mappings; what is not a mapping holds for every block of the other, or for the whole."""
+    """Return both as mappings; a single value applies to every block of the other, or to the whole model."""
     names = [name for given in (execution_device, offload) if isinstance(given, Mapping) for name in given] or [whole]
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
@@ -164,7 +164,7 @@ def _broadcast_to_blocks(
 
 def _classes(names: Collection[str] | None) -> frozenset[str]:
     if isinstance(names, str):
-        raise ConfigError(f"preload_module_classes={names!r} is one text; write a list of names of classes: [{names!r}].")
+        raise ConfigError(f"preload_module_classes={names!r} is a string; write a list of class names: [{names!r}].")
     return frozenset(names or ())
 
 
@@ -210,7 +210,7 @@ class LayerwiseCastingHook(ModelHook):
         return output
 
     def abandon(self, module: torch.nn.Module) -> None:
-        """Do as after a forward."""
+        """Convert the weights back after a forward that raised."""
         with self._lock:
             self._running = max(0, self._running - 1)
             if not self._running:
@@ -240,10 +240,10 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[torch.nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolution layers below a module in one type, and compute with another.
+    """Store the weights of linear and convolution layers below a module in one dtype, and compute in another.
 
-    skip_modules_pattern: regular expressions; a module whose name one of them is found in is left alone, with all that is below it.
-    skip_modules_classes: the same by class. With neither, the module gets one hook for everything that is in it.
+    skip_modules_pattern: regular expressions; a module whose name matches one is skipped, with everything below it. skip_modules_classes:
+    the same by class. With neither, the module gets one hook for everything in it.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 2))
     >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern="2")

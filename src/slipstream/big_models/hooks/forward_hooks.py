@@ -1,11 +1,9 @@
-"""Hooks around the forward of a module: how they are added and removed, and those that bring inputs and weights to a device.
+"""Hooks around the forward of a module: how they are added and removed, and those that move inputs and weights to a device.
 
 `add_hook_to_module` wraps `module.forward`: `pre_forward` may change the arguments, `post_forward` the output, and `abandon` runs instead
 of the latter if the forward raised. The module then has `_hf_hook` and `_old_forward`, names that other libraries look for.
-`AlignDevicesHook` is what `dispatch_model` uses, one for each block: with `offload=True` the weights are in the module only while it
-runs. State dicts of such a module still have the weights; loading one into it is refused.
-
-A forward looks nothing up by name.
+`dispatch_model` attaches one `AlignDevicesHook` per block: with `offload=True` the weights are in the module only while it runs. State
+dicts of such a module still have the weights; loading one into it raises. A forward looks nothing up by name.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ __all__ = [
 
 
 _GRAPH_BREAK_REASON: Final = (
-    "weights come and go around this module (Slipstream offload): the graph ends here, the module itself is compiled on its own"
+    "weights are swapped around this module (Slipstream offload): the graph ends here, the module itself is compiled separately"
 )
 
 
@@ -87,7 +85,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:  # type: ignore[override]
-        """Whether one of them wants the forward without an autograd graph."""
+        """Whether one of them runs the forward without an autograd graph."""
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -174,7 +172,7 @@ def get_hooks(module: torch.nn.Module) -> tuple[ModelHook, ...]:
 
 
 def remove_hook_from_module(module: torch.nn.Module, recurse: bool = False) -> torch.nn.Module:
-    """Remove the hook of a module, with `recurse` of those below too: weights are back in place, and `forward` is what it was."""
+    """Remove the hook of a module, with `recurse` of submodules too; weights and `forward` are restored."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
@@ -228,7 +226,7 @@ def _call_directly(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 
 @functools.lru_cache(maxsize=1)
 def _compiler() -> Callable[[], Any]:
-    """Return a function that says whether torch.compile traces what runs now (None: no). Asking it imports nothing."""
+    """Return a function that tells whether torch.compile is tracing (None: no). Calling it imports nothing."""
     # torch internals: torch.compiler has no cheap question for an active frame callback. Tried on torch 2.13, with a fallback;
     # tests/big_models/test_forward_hooks.py notices a change.
     found: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
@@ -259,13 +257,13 @@ class _PreparedAttribute:
 
 
 class AlignDevicesHook(ModelHook):
-    """Brings the inputs of a module, and with `offload=True` its weights, to `execution_device` for each forward.
+    """Moves the inputs of a module, and with `offload=True` its weights, to `execution_device` for each forward.
 
-    weights_map: where the weights are, by the names they have below the module; with None they are those of the module, kept in memory.
-    If it has a method `bundle(names, device)` that returns a `Bundle`, the weights come from there. It may be assigned at any time.
-    io_same_device: outputs go to the device of the first input. offload_buffers: persistent buffers are offloaded as well.
-    place_submodules: the weights of everything below the module are meant, not its own alone. skip_keys: arguments that are not moved.
-    tied_params_map: address -> device -> copy, by which modules that share a weight share its copy on a device too.
+    weights_map: the weights, by their names below the module; with None the module's own weights, kept in memory. If it has a method
+    `bundle(names, device)` that returns a `Bundle`, the weights come from there. It may be assigned at any time. io_same_device: outputs
+    go to the device of the first input. offload_buffers: persistent buffers are offloaded as well. place_submodules: submodules are
+    included. skip_keys: arguments that are not moved. tied_params_map: address -> device -> copy, so that modules that share a weight
+    share its copy on a device too.
 
     >>> linear = add_hook_to_module(torch.nn.Linear(2, 2), AlignDevicesHook(execution_device="cpu", offload=True))
     >>> linear.weight.is_meta, linear(torch.ones(1, 2)).shape, linear.state_dict()["weight"].is_meta
@@ -288,7 +286,7 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: _TiedTensors | None = None,
     ) -> None:
         self._forget()
-        self._names: dict[str, str] = {}  # of every tensor that is away -> the name that it is looked up by
+        self._names: dict[str, str] = {}  # name of every offloaded tensor -> its name in weights_map
         self._handles: list[Any] = []
         self._own_map = False
         self.execution_device = execution_device
@@ -310,7 +308,7 @@ class AlignDevicesHook(ModelHook):
     # -- attaching ------------------------------------------------------------------------------------------------------------
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put the tensors of the module where they belong: on the execution device, or, with `offload`, into `weights_map`."""
+        """Move the tensors of the module to the execution device, or, with `offload`, into `weights_map`."""
         moved_in = self._home is not None and self._home() is not module
         self._release()
         others = _placeholders_of_others(module, self.place_submodules)
@@ -328,7 +326,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put the weights back to where they were when the hook was attached; those on the disk stay offloaded."""
+        """Restore the weights to their devices before the hook was attached; those on the disk stay offloaded."""
         names = self._release()
         made: dict[int, torch.Tensor] = {}
         for slot in find_slots(module, self.place_submodules):
@@ -347,7 +345,7 @@ class AlignDevicesHook(ModelHook):
     # -- around a forward -----------------------------------------------------------------------------------------------------
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put weights in place and inputs on the device; without arguments (outside of a forward) until the next `post_forward`."""
+        """Load weights and move inputs to the device; without arguments (outside a forward) weights stay until the next `post_forward`."""
         given = bool(args or kwargs)
         swapper = self._swapper
         if swapper is None and self._names:
@@ -364,7 +362,7 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Offload the weights again, and move the output to where the inputs were, if that is wanted."""
+        """Offload the weights again, and move the output to the device of the inputs with `io_same_device`."""
         if self._swapper is not None and torch.is_grad_enabled():
             self._swapper.watch(output)
         self._leave()
@@ -403,14 +401,14 @@ class AlignDevicesHook(ModelHook):
     # -- preparing ------------------------------------------------------------------------------------------------------------
 
     def _prepare_again(self, value: Any) -> Any:
-        """Prepare again when `weights_map` or `execution_device` is assigned; return what is to be kept."""
+        """Prepare again when `weights_map` or `execution_device` is assigned; return the value to store."""
         swapper = self._swapper
         self._moves_inputs = None
         if swapper is None or not swapper.in_use:
             self._swapper = None
             return value
         self._stale = True
-        if isinstance(value, dict):  # what the weights in place are part of may be gone once they are given back
+        if isinstance(value, dict):  # the memory behind the loaded weights may be gone once they are released
             return {name: entry.detach().clone() if swapper.uses_memory_of(entry) else entry for name, entry in value.items()}
         return value
 
@@ -457,7 +455,7 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {name: own[name] if name in own else weights[name] for name in self._names}
 
     def _bring(self, slots: Sequence[ModuleSlot]) -> None:
-        """Put tensors on the execution device, for good; tied ones stay tied."""
+        """Move tensors to the execution device permanently; tied ones stay tied."""
         device, made = normalize_device(self.execution_device), dict[int, torch.Tensor]()
         for slot in slots:
             tensor = slot.tensor
@@ -500,7 +498,7 @@ class AlignDevicesHook(ModelHook):
                 self._swapper, self._stale = None, False
 
     def _decide_moves(self) -> bool:
-        """Return whether inputs can be on another device than the module: not on a machine without accelerators."""
+        """Return whether inputs can be on a different device than the module: not on a machine without accelerators."""
         device = None if self.execution_device is None else normalize_device(self.execution_device)
         self._moves_inputs = (device is not None and device.type != "cpu") or torch.accelerator.is_available()
         return self._moves_inputs
@@ -547,7 +545,7 @@ def _fill_state_dict(hook: AlignDevicesHook, path: str, module: torch.nn.Module,
 
 
 def _refuse_load(hook: AlignDevicesHook, path: str, module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Refuse values for a placeholder, before `load_state_dict()`. With `assign=True` they take its place, and stay in memory."""
+    """Raise if `load_state_dict()` has values for a placeholder. With `assign=True` they replace it, and stay in memory."""
     if metadata.get("assign_to_params_buffers"):
         return
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -562,9 +560,9 @@ def _refuse_load(hook: AlignDevicesHook, path: str, module: Any, state_dict: dic
 
 
 class CpuOffload(ModelHook):
-    """Keeps a model in host memory and moves all of it to `execution_device` when it is called; there it stays until it is sent back.
+    """Keeps a model in host memory and moves all of it to `execution_device` when it is called; it stays there until it is moved back.
 
-    With `prev_module_hook` the model of that hook goes back to host memory first: models that are called in turn take turns on the device.
+    With `prev_module_hook` the model of that hook moves back to host memory first, so that models that run in turn share the device.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Single tensors and state dicts of modules, offloaded or not.
 
-`set_module_tensor_to_device` gives one tensor another device, dtype or value and keeps its class, attributes and `requires_grad`; what
-does not fit is an error with the path of the tensor. `align_module_device` has the tensors of a module on a device for the time of a
-`with` block. State dicts of an offloaded model are complete: weights in files are views of mapped pages, which take no memory until they
-are read.
+`set_module_tensor_to_device` changes device, dtype or value of one tensor and keeps its class, attributes and `requires_grad`; errors name
+the path of the tensor. `align_module_device` moves the tensors of a module to a device inside a `with` block. State dicts of an offloaded
+model are complete: weights in files are views of mapped pages, which take no memory until they are read.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slipstream.big_models.device_map.sizes import parse_torch_dtype
 from slipstream.big_models.device_map.validation import HOST, resolve_device
 from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, get_hooks
 from slipstream.big_models.hooks.weight_swap import copy_to_device, find_slots, find_swappers, normalize_device, wrap_like
@@ -80,11 +80,7 @@ def set_module_tensor_to_device(
             f"{tensor_name} of {type(module).__name__} cannot go to {target}: {'it' if value is None else 'the value given for it'} is on "
             "the meta device, without values. Give `value=` with its weights."
         )
-    wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype or old.dtype
-    if not isinstance(wanted, torch.dtype):
-        raise ConfigError(
-            f"dtype={dtype!r}, given for {tensor_name}, is not a torch dtype. Write a torch.dtype, or its name such as 'bfloat16'."
-        )
+    wanted = old.dtype if dtype is None else parse_torch_dtype(dtype, f"dtype of {tensor_name}")
     if not (source.is_floating_point() and wanted.is_floating_point):
         wanted = source.dtype
     if value is None and source.device == target and source.dtype is wanted:
@@ -121,7 +117,7 @@ def _device(given: Any, path: str) -> torch.device:
         return normalize_device(given)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{path} cannot go to {given!r}, which torch knows no device by. Write 'cpu', 'meta' or an accelerator."
+            f"{path} cannot go to {given!r}, which is not a device of torch. Write 'cpu', 'meta' or an accelerator."
         ) from error
 
 
@@ -136,10 +132,10 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: torch.nn.Module, execution_device: torch.device | str | int | None = None) -> Iterator[None]:
-    """Move the tensors of a module itself (not of those below) to a device inside of the block, and bring offloaded ones.
+    """Move a module's own tensors (not those of its submodules) to a device inside the block, and load offloaded ones.
 
-    With None offloaded weights come to the execution device of their hook, and others stay. Afterwards everything is where it was; what is
-    written into offloaded weights is lost.
+    With None, offloaded weights are loaded to the execution device of their hook, and others stay. Afterwards everything is moved back;
+    writes into offloaded weights are lost.
 
     >>> linear = torch.nn.Linear(2, 2)
     >>> with align_module_device(linear, "cpu"):
@@ -205,8 +201,8 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
     found = {name: _to_device(value, HOST) for name, value in model.state_dict().items()}
     if nowhere := [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.is_meta]:
         raise StateError(
-            f"{', '.join(nowhere[:5])} of this {type(model).__name__} have no values: they are on the meta device, and nothing says where "
-            "they are. Load the weights first."
+            f"{', '.join(nowhere[:5])} of this {type(model).__name__} have no values: they are on the meta device, and no hook has "
+            "their weights. Load the weights first."
         )
     return found
 

@@ -1,9 +1,9 @@
 """Placeholders for offloaded weights, and `WeightSwapper`, which swaps them for the weights while a module runs.
 
 An offloaded module holds meta tensors of the same shape, dtype, class and `requires_grad`. `enter` takes the weights from a `Bundle` and
-puts them in place, `leave` puts the placeholders back. Entries are counted under a lock, so nested calls and calls from several threads
-swap once. An operation that mixes a placeholder with real tensors gets its values for that one operation, with a warning, or raises; it
-never computes with memory that was not initialised. Changes to weights are not written back.
+puts them in place, `leave` restores the placeholders. Entries are counted under a lock, so nested calls and calls from several threads
+swap once. An operation that mixes a placeholder with real tensors gets its values for that operation, with a warning, or raises; it never
+computes with uninitialised memory. Changes to weights are not written back.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 
 
 OWNER_ATTRIBUTE: Final = "_slipstream_keeper"
-"""The attribute of a placeholder that returns who brings its values, or None."""
+"""The attribute of a placeholder that returns the `PlaceholderOwner` of its values, or None."""
 NAME_ATTRIBUTE: Final = "_slipstream_name"
 """The attribute of a placeholder that names its weight."""
 
 
 class PlaceholderOwner(Protocol):
-    """Brings the values of an offloaded weight."""
+    """Loads the values of an offloaded weight."""
 
     def values_of(self, placeholder: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Return the values, inside of the block."""
@@ -46,23 +46,23 @@ def _apply_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     # Tried on torch 2.13; tests/big_models/test_weight_store.py notices a change. It can go when torch exports the name.
     with torch._C.DisableTorchFunctionSubclass():
         everything = list(_tensors([*args, *kwargs.values()]))
-        away = [tensor for tensor in everything if isinstance(tensor, (PlaceholderParameter, PlaceholderBuffer)) and tensor.is_meta]
-        if away and any(not tensor.is_meta and tensor.dim() for tensor in everything):
-            return _with_values(function, args, kwargs, away)
+        offloaded = [tensor for tensor in everything if isinstance(tensor, (PlaceholderParameter, PlaceholderBuffer)) and tensor.is_meta]
+        if offloaded and any(not tensor.is_meta and tensor.dim() for tensor in everything):
+            return _with_values(function, args, kwargs, offloaded)
         result = function(*args, **kwargs)
         if function in torch.overrides.get_default_nowrap_functions() or not isinstance(result, torch.Tensor) or not result.is_meta:
             return result
         return result if isinstance(result, (PlaceholderParameter, PlaceholderBuffer)) else result.as_subclass(PlaceholderBuffer)
 
 
-def _with_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], away: Sequence[torch.Tensor]) -> Any:
+def _with_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], offloaded: Sequence[torch.Tensor]) -> Any:
     """Run the operation with the weights in place of their placeholders."""
     name = getattr(function, "__name__", "")
     if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-        raise StateError(_placeholder_error(away[0], "written to"))
+        raise StateError(_placeholder_error(offloaded[0], "written to"))
     with ExitStack() as stack:
         values: dict[int, torch.Tensor] = {}
-        for tensor in away:
+        for tensor in offloaded:
             keeper: PlaceholderOwner | None = getattr(tensor, OWNER_ATTRIBUTE, lambda: None)()
             if keeper is None:
                 raise StateError(_placeholder_error(tensor, "used"))
@@ -84,11 +84,11 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 def _placeholder_error(tensor: torch.Tensor, done: str) -> str:
-    name = getattr(tensor, NAME_ATTRIBUTE, "something made of an offloaded weight")
+    name = getattr(tensor, NAME_ATTRIBUTE, "a tensor made of an offloaded weight")
     return (
-        f"{name} is away (it is offloaded), and was {done}: its values are there while the block that it is part of runs. Call that block "
-        "as a whole; or bring the weights with `with slipstream.utils.align_module_device(module):`; or, if a module uses the weights of "
-        "its children itself, name its class in preload_module_classes when you dispatch the model."
+        f"{name} is offloaded, and was {done}: its values are loaded only while its block runs. Call that block as a whole; or load the "
+        "weights with `with slipstream.utils.align_module_device(module):`; or, if a module uses the weights of its children directly, "
+        "name its class in preload_module_classes when you dispatch the model."
     )
 
 
@@ -109,11 +109,11 @@ class PlaceholderParameter(torch.nn.Parameter):
 
 
 def make_placeholder(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Turn a meta tensor into a placeholder for the weight `name`, in place; other tensor subclasses stay what they are.
+    """Turn a meta tensor into a placeholder for the weight `name`, in place; other tensor subclasses are not changed.
 
     >>> torch.ones(2, 3) @ make_placeholder(torch.empty(3, 3, device="meta"), "head.weight")
     Traceback (most recent call last):
-    slipstream.errors.StateError: head.weight is away (it is offloaded), and was used: its values are there while ...
+    slipstream.errors.StateError: head.weight is offloaded, and was used: its values are loaded only while ...
     """
     if type(tensor) is torch.nn.Parameter:  # changed in place: others may hold it, and ties are known by identity
         tensor.__class__ = PlaceholderParameter
@@ -153,15 +153,15 @@ class ModuleSlot(NamedTuple):
 
 @dataclass(eq=False)
 class ModuleTensor:
-    """A tensor of a model with all its slots, where its values are, and where they go."""
+    """A tensor of a model with all its slots, the source of its values, and its target device."""
 
     slots: list[ModuleSlot]
     offloaded: bool = False
     target: torch.device | None = None
-    """Where it is kept; None is the disk."""
+    """Its device; None means the disk."""
     value: torch.Tensor | None = None
     entry: Mapping[str, Any] | None = None
-    """Where its values lie in a file, if not in `value`."""
+    """The index entry of its values in a file, if they are not in `value`."""
 
     @property
     def name(self) -> str:
@@ -169,7 +169,7 @@ class ModuleTensor:
 
     @property
     def held(self) -> torch.Tensor:
-        """What the model holds now."""
+        """The tensor in the model now."""
         return self.slots[0].tensor
 
     @property
@@ -223,7 +223,7 @@ def normalize_device(device: Any) -> torch.device:
 
 
 def wrap_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return values as what `like` is: a Parameter of its class, with its attributes and `requires_grad`, or a plain buffer.
+    """Return values in the form of `like`: a Parameter of its class, with its attributes and `requires_grad`, or a plain buffer.
 
     >>> wrap_like(torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), torch.ones(2))
     Parameter containing:
@@ -257,9 +257,7 @@ def make_meta_like(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_meta:
         return tensor
-    known: torch.Tensor | None = getattr(
-        tensor, _PLACEHOLDER_ATTRIBUTE, None
-    )  # of another block that has the same weight: what is tied stays one
+    known: torch.Tensor | None = getattr(tensor, _PLACEHOLDER_ATTRIBUTE, None)  # of another block with the same, tied weight
     if known is None or known.dtype is not tensor.dtype or known.requires_grad is not tensor.requires_grad:
         with torch.inference_mode(False), torch.no_grad():
             known = wrap_like(tensor, tensor.detach().to("meta"))
@@ -290,11 +288,11 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device, tied: _TiedTensor
 
 
 class Bundle(Protocol):
-    """The tensors of one module, from wherever they are.
+    """The tensors of one module, from any source.
 
     Three methods are optional. `arrive` is called before each use, also in threads that find the tensors in place, and may wait.
-    `restore` is called when something wrote into the tensors, which have to have their values again next time. `recall` is called when
-    a backward pass comes to what the module computed, and will use the tensors again.
+    `restore` is called when something wrote into the tensors, so that they have their values again next time. `recall` is called when a
+    backward pass reaches the module's outputs, and will use the tensors again.
     """
 
     def take(self) -> Sequence[torch.Tensor]:
@@ -386,7 +384,7 @@ class _SwappedTensor:
 
     def accept_placeholder(self) -> torch.Tensor:
         """Accept another placeholder in the slot; real values that someone put there are left alone."""
-        store, key, parked = self.first
+        store, key, placeholder = self.first
         now = store.get(key)
         if now is not None and now.is_meta:
             self.first = (store, key, now)
@@ -440,13 +438,13 @@ class WeightSwapper:
                 self._count += 1
 
     def leave(self) -> None:
-        """Put the placeholders back after the last entry; extra calls do no harm."""
+        """Restore the placeholders after the last entry; extra calls have no effect."""
         with self._lock:
             if self._count:
                 self._count -= 1
             if self._held and not self._count:
                 self._held = False
-                self._park()
+                self._restore_placeholders()
 
     def watch(self, output: Any) -> None:
         """Register a hook on the output that brings the weights back for a backward pass."""
@@ -472,9 +470,9 @@ class WeightSwapper:
         slot = next(slot for slot in self._slots if slot.first[2] is placeholder)
         self._warn_once(
             f"outside {self._prefix}{slot.name}",
-            f"{self._prefix}{slot.name} was used outside of the block that it is offloaded with, and is brought for single "
-            "operations, which is slow. Call that block as a whole; or, if a module uses the weights of its children itself, name its "
-            "class in preload_module_classes when you dispatch the model.",
+            f"{self._prefix}{slot.name} was used outside of its offloaded block, and is loaded for single operations, which is slow. "
+            "Call that block as a whole; or, if a module uses the weights of its children directly, name its class in "
+            "preload_module_classes when you dispatch the model.",
         )
         with self._lock:
             tensors = self._bundle.take()
@@ -484,12 +482,12 @@ class WeightSwapper:
                 self._bundle.give_back()
 
     def close(self) -> None:
-        """Put the placeholders back at once, whatever runs."""
+        """Restore the placeholders at once, even if the module is running."""
         with self._lock:
             self._count = 0
             if self._held:
                 self._held = False
-                self._park()
+                self._restore_placeholders()
 
     def uses_memory_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor shares memory with one in place now."""
@@ -507,13 +505,13 @@ class WeightSwapper:
             if not self._seen:
                 self._check(tensors)
             for slot, tensor in zip(self._slots, tensors, strict=True):
-                store, key, parked = slot.first
+                store, key, placeholder = slot.first
                 alone = False
-                if (held := store.get(key)) is not parked:
-                    parked = slot.accept_placeholder()
+                if (held := store.get(key)) is not placeholder:
+                    placeholder = slot.accept_placeholder()
                     alone = held is None or not held.is_meta  # real values of the caller, such as those of torch.func.functional_call
                 made: _InstalledValue | None = getattr(tensor, VALUE_ATTRIBUTE, None)
-                if made is None or made[2] is not parked.dtype or (graph and made[3] is not parked.requires_grad):
+                if made is None or made[2] is not placeholder.dtype or (graph and made[3] is not placeholder.requires_grad):
                     made = self._make(slot, tensor)
                 now.append(made)
                 if alone:
@@ -530,32 +528,32 @@ class WeightSwapper:
             raise
         self._now, self._tensors = now, tensors
 
-    def _park(self) -> None:
+    def _restore_placeholders(self) -> None:
         for slot, (value, address, _, _), version in zip(self._slots, self._now, self._versions, strict=True):
             if address and (value._version != version or value.data_ptr() != address):
                 self._changed(slot, value, address)
-            store, key, parked = slot.first
+            store, key, placeholder = slot.first
             if store.get(key) is not value:
                 slot.accept_placeholder()
             elif slot.also:
-                slot.put(parked)
+                slot.put(placeholder)
             else:
-                store[key] = parked
+                store[key] = placeholder
         self._now, self._tensors = [], ()
         self._bundle.give_back()
 
     def _make(self, slot: _SwappedTensor, tensor: torch.Tensor) -> _InstalledValue:
         """Return the value for a slot made of this tensor; it is kept with the tensor."""
-        parked = slot.first[2]
-        wanted, converted = parked.dtype, tensor
+        placeholder = slot.first[2]
+        wanted, converted = placeholder.dtype, tensor
         if tensor.dtype is not wanted and tensor.is_floating_point() and wanted.is_floating_point:
             with torch.inference_mode(False), torch.no_grad():
                 converted = tensor.detach().to(wanted)
-        value = wrap_like(parked, converted)
+        value = wrap_like(placeholder, converted)
         if value.requires_grad and value.is_leaf:
             value.register_post_accumulate_grad_hook(partial(self._drop_gradient, slot.name))  # type: ignore[no-untyped-call]
         watched = type(value) in PLAIN_TYPES and not value.is_inference() and not value.is_meta
-        made = (value, value.data_ptr() if watched else 0, wanted, parked.requires_grad)
+        made = (value, value.data_ptr() if watched else 0, wanted, placeholder.requires_grad)
         if converted is tensor:
             setattr(tensor, VALUE_ATTRIBUTE, made)
         return made
@@ -574,8 +572,8 @@ class WeightSwapper:
             return
         self._warn_once(
             "changed",
-            f"{self._prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read anew "
-            "for every forward. Keep this module in memory (another device_map), or assign the new values to the hook's weights_map.",
+            f"{self._prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read again "
+            "for every forward. Keep this module in memory (in device_map), or assign the new values to the hook's weights_map.",
         )
 
     def _warn_once(self, kind: str, message: str) -> None:
@@ -588,16 +586,16 @@ class WeightSwapper:
         self._warn_once(
             "gradient",
             f"A gradient reached the offloaded weight {self._prefix}{name} and was dropped: offloaded weights are not trained. Freeze "
-            "them (requires_grad_(False)) and train adapters beside them, or keep this module in memory (another device_map).",
+            "them (requires_grad_(False)) and train adapters beside them, or keep this module in memory (in device_map).",
         )
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != len(self._slots):
-            raise StateError(f"A bundle of {len(self._slots)} weights gave {len(tensors)} tensors.")
+            raise StateError(f"A bundle of {len(self._slots)} weights returned {len(tensors)} tensors.")
         for slot, tensor in zip(self._slots, tensors, strict=True):
             if tensor.shape != slot.first[2].shape:
                 raise ConfigError(
-                    f"The weights that are offloaded have {self._prefix}{slot.name} with shape {list(tensor.shape)}, but the module "
-                    f"wants {list(slot.first[2].shape)}. Give the weights of this model (state_dict, weights_map or offload_index)."
+                    f"The offloaded weights have {self._prefix}{slot.name} with shape {list(tensor.shape)}, but the module "
+                    f"expects {list(slot.first[2].shape)}. Give the weights of this model (state_dict, weights_map or offload_index)."
                 )
         self._seen = True
