@@ -15,9 +15,9 @@ from slipstream.checkpoint.dcp_metadata import DTYPE_CODES, DTYPE_SIZES, DcpTens
 from slipstream.cli.checkpoint_view import content_line, tensor_lines
 from slipstream.cli.text_format import format_count
 from slipstream.devices.memory import convert_bytes
-from slipstream.observability.report.text_charts import escape_control
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.object_store import is_url, local_path
+from slipstream.observability.report.text_charts import escape_control
 
 __all__ = ["compare_dcp", "dcp_lines", "dcp_parts", "describe_dcp", "require_same_kind"]
 
