@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from sharding import net
 
 from slipstream.cli.checkpoint import command
+from slipstream.cli.main import main
 
 
 def run(*arguments: Any) -> Result:
@@ -84,14 +85,13 @@ def test_diff_of_two_folders(saved: Path, tmp_path: Path) -> None:
     assert run("diff", saved, first).exit_code == 1
 
 
-def test_diff_of_different_kinds(saved: Path, tmp_path: Path) -> None:
+def test_diff_of_different_kinds(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of torch and a checkpoint of ours are not compared, and the message says what to do."""
     from sharding import not_at_all, prepared
 
     prepared(not_at_all)[0].save_state(tmp_path / "ours")
-    found = run("diff", saved, tmp_path / "ours")
-    assert found.exit_code == 2
-    assert "export-dcp" in found.output
+    assert main(["checkpoint", "diff", str(saved), str(tmp_path / "ours")]) == 2
+    assert "export-dcp" in capsys.readouterr().err
 
 
 def test_ls_says_what_it_is(saved: Path) -> None:

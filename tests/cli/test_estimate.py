@@ -265,7 +265,7 @@ def test_sharded_training(folder, capsys):
     [
         (("--num_processes", "6", "--dp_replicate_size", "4"), "dp_shard would be 6 / 4, which is no whole number"),
         (("--num_processes", "6", "--dp_shard_size", "4"), "The mesh dp_shard 4 is for 4 processes, but there are 6"),
-        (("--num_processes", "0"), "--num_processes 0: there has to be at least one"),
+        (("--num_processes", "0"), "--num_processes 0: it must be at least 1"),
         (("--dp_replicate_size", "2"), "alone does not say how many processes there are"),
         (("--dp_shard_size", "-1"), "Give --num_processes too"),
         (("--dp_shard_size", "0"), "The mesh axis dp_shard was given the size 0"),
