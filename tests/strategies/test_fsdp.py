@@ -393,6 +393,7 @@ def test_model_stays_the_users(ranks: Ranks) -> None:
             assert torch.allclose(prepared(words), plain(words), atol=1e-6)
             assert isinstance(prepared.embed.weight, DTensor)  # freed again, though no backward follows
         assert accelerator.prepare(prepared) is prepared
+        assert prepared.to("cpu") is prepared
 
     ranks(2).run(run)
 

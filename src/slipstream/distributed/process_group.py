@@ -499,6 +499,10 @@ class Runtime(ProcessGroupManager):
         """Numbers for ledgers: the first of each rank belong together, and so on."""
         self.savers = itertools.count()
         """Numbers for what saves checkpoints, in the same way."""
+        self.sharded_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """Models that a strategy has sharded, with how: another Accelerator of the script may go on with them."""
+        self.parameter_forms: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        """Parameters that were replaced when their model was sharded, or put together again, by identity, with what took their place."""
         self._single = Channel()
 
     def channel(self, limits: Limits | None = None, settings: GroupSettings | None = None) -> Channel:

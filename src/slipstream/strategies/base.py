@@ -15,6 +15,7 @@ A strategy overrides what it does differently, and no more.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "check_not_sharded"]
 
 
 class Strategy:
@@ -49,6 +50,7 @@ class Strategy:
                 f"prepare was given a {type(model).__name__} that was made by hand around a {type(model.module).__name__}: gradients would "
                 "be averaged twice. Give it the module itself; options go into DistributedDataParallelKwargs."
             )
+        check_not_sharded(model)
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":
                 raise ConfigError(
@@ -140,3 +142,17 @@ class Strategy:
     def full_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the whole weights under the names of the user's model; where they are sharded, all ranks have to call it."""
         return self.state(model)
+
+
+def check_not_sharded(model: torch.nn.Module, instead: str = "pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())") -> None:
+    """Raise for a model whose parameters a script has sharded or split itself: no other strategy can average its gradients."""
+    package = sys.modules.get("torch.distributed.tensor")
+    if package is None:
+        return
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, package.DTensor):
+            sharded = any("FSDP" in kind.__name__ for module in model.modules() for kind in type(module).__mro__)
+            remedy = f"sharded (fully_shard): {instead}" if sharded else (
+                "split between processes (tensor parallelism), which this version does not run: load the model without it"
+            )
+            raise ConfigError(f"parameter {name} of {type(model).__name__} is {remedy}")

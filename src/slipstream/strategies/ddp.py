@@ -19,6 +19,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -426,6 +427,8 @@ class DDPStrategy(Strategy):
         self._look: Callable[[Any], None] | None = None
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
+        if model in self._runtime.sharded_models:
+            return  # by another Accelerator: `prepare` puts it together
         super().check(model, device)
         spread = getattr(model, "hf_device_map", None)
         if spread and len(set(map(str, spread.values()))) > 1:
@@ -434,7 +437,32 @@ class DDPStrategy(Strategy):
                 "cannot be replicated on every process too: run it on one process, or load it on one device"
             )
 
+    def move(self, model: torch.nn.Module, device: torch.device) -> None:
+        if model not in self._runtime.sharded_models:  # else `prepare` puts it together, on the device
+            super().move(model, device)
+
+    def map_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not self._runtime.parameter_forms:  # no model of this script was ever sharded
+            return False
+        from slipstream.strategies.shard_transfer import find_form, map_optimizer
+
+        with self._in_prepare:
+            return map_optimizer(optimizer, partial(find_form, self._runtime))
+
+    def _put_together(self, model: torch.nn.Module) -> None:
+        """Put whole parameters into a model that another Accelerator has sharded."""
+        known = self._runtime.sharded_models.pop(model, None)
+        if known is None:
+            return
+        from slipstream.strategies.shard_transfer import make_plain, record_forms
+
+        self._runtime.channel(self._limits)
+        known.remove_hooks()
+        with self._in_prepare:
+            record_forms(self._runtime, make_plain(model, self._device))
+
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
+        self._put_together(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average: torch refuses to wrap it
         if isinstance(before, Replicated) and before._is_current() and before.trained == _trained_identities(model):

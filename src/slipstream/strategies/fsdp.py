@@ -12,10 +12,10 @@ up on each rank without communication.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,15 +35,15 @@ from slipstream.observability.timing.meter import Meter
 from slipstream.parallel.activation import checkpoint_activations
 from slipstream.parallel.mesh import MeshSizes
 from slipstream.parallel.wrap_policy import BlockPlan, plan_blocks
-from slipstream.strategies.base import Strategy
+from slipstream.strategies.base import Strategy, check_not_sharded
 from slipstream.strategies.fsdp_options import ShardingOptions
+from slipstream.strategies.shard_transfer import dismantle, find_form, gather_rows, map_optimizer, record_forms, transfer
 from slipstream.strategies.sharded_model import (
     ParameterSlot,
     ShardedModel,
     fill_from_rank_zero,
     find_slots,
     is_sharded_model,
-    map_optimizer,
     shard_model,
 )
 
@@ -77,8 +77,6 @@ class FSDPStrategy(Strategy):
         self._in_forward = runtime.watch("forward", limits)
         self._in_prepare = runtime.watch("prepare", limits)
         self._models: list[ShardedModel] = []
-        self._sharded_forms: dict[int, tuple[weakref.ref[torch.Tensor], torch.nn.Parameter]] = {}
-        """The sharded forms of parameters that models were given with, by identity: an optimizer may hold the full ones."""
 
     # -- the mesh -------------------------------------------------------------------------------------------------
 
@@ -96,6 +94,8 @@ class FSDPStrategy(Strategy):
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
         if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             super().check(model, device)
+        if not is_sharded_model(model):
+            check_not_sharded(model)
         if not any(True for _ in model.parameters()):
             raise ConfigError(f"{type(model).__name__} has no parameters, so there is nothing to shard: use it without prepare")
 
@@ -103,28 +103,32 @@ class FSDPStrategy(Strategy):
         """Leave the parameters where they are: each rank moves its own part when the model is sharded."""
 
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
-        known = self._find(model)
-        if known is not None and known.is_current():
-            return model
         channel: Any = self._runtime.channel(self._limits)
-        if is_sharded_model(model):
-            if known is not None:
-                raise StateError(
-                    f"this {type(model).__name__} is sharded over a process group that has been released. Save it before with "
-                    "accelerator.save_state or get_state_dict, and load that into a new model."
-                )
-            sharded = ShardedModel.of(model, lambda: bool(channel.usable))  # by the script: taken as it is
+        known: ShardedModel | None = self._runtime.sharded_models.get(model)
+        if known is not None and known.is_current() and known.sizes == self.sizes:
+            self._keep(known)
+            return model
+        if known is None and is_sharded_model(model):
+            sharded = ShardedModel.of(model, lambda: bool(channel.usable), None)  # by the script: taken as it is
         else:
-            sharded = self._shard(model, channel)
-        self._models = [entry for entry in self._models if entry.model() is not None and entry is not known] + [sharded]
+            sharded = self._shard(model, channel, known)
+        self._runtime.sharded_models[model] = sharded
+        self._keep(sharded)
         if self._meter is not None:
             sharded.time_communication(self._meter)
         self._install_hooks(model, sharded)
         sharded.begin()
         return model
 
-    def _shard(self, model: torch.nn.Module, channel: Any) -> ShardedModel:
+    def _keep(self, sharded: ShardedModel) -> None:
+        others = [entry for entry in self._models if entry.model() not in (None, sharded.model())]
+        self._models = [*others, sharded]
+
+    def _shard(self, model: torch.nn.Module, channel: Any, known: ShardedModel | None) -> ShardedModel:
         options = self.options
+        if known is not None:  # over another mesh, or a group that has been released: its shards move
+            known.remove_hooks()
+            dismantle(model)
         plan = plan_blocks(model, options)
         self._check_same(model, plan, channel)
         mesh = self.mesh
@@ -149,12 +153,14 @@ class FSDPStrategy(Strategy):
                 precision=precision,
                 cpu_offload=options.cpu_offload,
             )
-            self._fill(model, slots, mesh, channel)
-        for slot in slots:
-            if slot.current is not slot.parameter:
-                self._sharded_forms[id(slot.parameter)] = weakref.ref(slot.parameter), slot.current
+            if known is None:
+                self._fill(model, slots, mesh)
+            else:
+                for slot in slots:
+                    local_part(slot.current.detach()).copy_(local_part(transfer(slot.parameter, slot.current)))
+        record_forms(self._runtime, slots)
         get_logger(__name__).info(f"{type(model).__name__} is sharded over {self.sizes}: blocks are {plan.reason}", main_process_only=True)
-        return ShardedModel.of(model, lambda: bool(channel.usable))
+        return ShardedModel.of(model, lambda: bool(channel.usable), self.sizes)
 
     def _check_same(self, model: torch.nn.Module, plan: BlockPlan, channel: Any) -> None:
         layout = {
@@ -164,7 +170,7 @@ class FSDPStrategy(Strategy):
         layout["blocks"] = ", ".join(name for name, _ in plan.blocks)
         check_agreement(channel, self._limits, f"the parameters of {type(model).__name__}", layout)
 
-    def _fill(self, model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh, channel: Any) -> None:
+    def _fill(self, model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh) -> None:
         """Give the shards their values: those of rank 0, or of `param_init_fn` where no rank has any."""
         missing = [slot.name for slot in slots if slot.parameter.is_meta]
         lacks = torch.tensor([float(len(missing))])
@@ -191,12 +197,13 @@ class FSDPStrategy(Strategy):
         def enter() -> None:
             if not sharded.is_current():
                 raise StateError(
-                    f"this {name} is sharded over a process group that has been released: prepare a new model, and load its state"
+                    f"this {name} is sharded over a process group that has been released: prepare it again "
+                    "(`model = accelerator.prepare(model)`), and its shards belong to the present one"
                 )
             section.enter()
 
-        model.register_forward_pre_hook(lambda module, args: enter(), prepend=True)
-        model.register_forward_hook(lambda module, args, output: section.leave(), always_call=True)
+        sharded.handles.append(model.register_forward_pre_hook(lambda module, args: enter(), prepend=True))
+        sharded.handles.append(model.register_forward_hook(lambda module, args, output: section.leave(), always_call=True))
         sharded.let_parts_run(enter, section.leave)
 
     def _find(self, model: torch.nn.Module) -> ShardedModel | None:
@@ -205,11 +212,8 @@ class FSDPStrategy(Strategy):
     # -- optimizers -----------------------------------------------------------------------------------------------
 
     def map_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        return map_optimizer(optimizer, self._sharded_form)
-
-    def _sharded_form(self, parameter: torch.Tensor) -> torch.nn.Parameter | None:
-        known = self._sharded_forms.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else None
+        with self._in_prepare:
+            return map_optimizer(optimizer, partial(find_form, self._runtime))
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +274,7 @@ class FSDPStrategy(Strategy):
         aliases = self.aliases() if any(not isinstance(parameter, DTensor) for parameter in parameters) else {}
         current = []
         for parameter in parameters:
-            replaced = self._sharded_form(parameter)
+            replaced = find_form(self._runtime, parameter)
             current.append(aliases.get(id(parameter), parameter) if replaced is None else replaced)
         return current
 
@@ -284,12 +288,14 @@ class FSDPStrategy(Strategy):
                 sharded.average_whole()
 
     def full_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        state = self.state(model)
+        state, known = self.state(model), self._find(model)
+        current = known is None or known.is_current()
         sharded = {name: list(value.shape) for name, value in state.items() if isinstance(value, DTensor)}
         check_agreement(self._runtime.channel(self._limits), self._limits, f"the weights of {type(model).__name__}", sharded)
         with self._in_prepare:
             for name in sharded:
-                state[name] = state[name].full_tensor().to(CPU.type)
+                value = state[name].full_tensor() if current else gather_rows(state[name])
+                state[name] = value.to(CPU.type)
         whole = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and name not in sharded}
         return {**state, **{name: value.detach().to(CPU.type, copy=True) for name, value in whole.items()}}
 

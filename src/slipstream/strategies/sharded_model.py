@@ -21,14 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.hooks import RemovableHandle
 
 from slipstream.devices.table import CPU
-from slipstream.logging import get_logger
 from slipstream.observability.timing.meter import Meter
+from slipstream.parallel.mesh import MeshSizes
 from slipstream.parallel.wrap_policy import BlockPlan
 
-__all__ = ["ParameterSlot", "ShardedModel", "fill_from_rank_zero", "find_slots", "is_sharded_model", "map_optimizer", "shard_model"]
+__all__ = ["ParameterSlot", "ShardedModel", "fill_from_rank_zero", "find_slots", "is_sharded_model", "shard_model"]
 
 
 # torch internals: the state of a sharded module, its groups of parameters, and each parameter's unsharded form and gradients have no
@@ -43,10 +44,8 @@ def _groups(model: torch.nn.Module) -> list[Any]:
 
 
 def is_sharded_model(model: torch.nn.Module) -> bool:
-    """Return whether a model is sharded already: by `fully_shard`, or as tensor-parallel DTensors."""
-    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) for parameter in model.parameters()
-    )
+    """Return whether `fully_shard` was applied to a model or its parts."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @dataclass(eq=False)
@@ -56,18 +55,28 @@ class ShardedModel:
     model: weakref.ref[torch.nn.Module]
     is_current: Callable[[], bool]
     """Whether the process group is still the one that the shards belong to."""
+    sizes: MeshSizes | None
+    """The mesh that it is sharded over; None if the script has sharded it."""
     whole: list[torch.nn.Parameter] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)
     reduces: bool = True
     """Whether backward passes reduce gradients now."""
+    handles: list[RemovableHandle] = field(default_factory=list)
+    """Hooks of ours on the model and its parts."""
     held: int = 0
     """How many blocks of `no_sync` are open."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, is_current: Callable[[], bool]) -> ShardedModel:
+    def of(cls, model: torch.nn.Module, is_current: Callable[[], bool], sizes: MeshSizes | None) -> ShardedModel:
         """Return the record of a model after `fully_shard`."""
         whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-        return cls(weakref.ref(model), is_current, whole, _groups(model))
+        return cls(weakref.ref(model), is_current, sizes, whole, _groups(model))
+
+    def remove_hooks(self) -> None:
+        """Remove our hooks from the model and its parts."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     def set_reduces(self, reduces: bool) -> None:
         """Set whether backward passes reduce gradients, or add them up on each rank."""
@@ -112,9 +121,9 @@ class ShardedModel:
             held = [place for group in state._fsdp_param_groups for sharded in group.fsdp_params for place in _modules_of(sharded)]
             for part in dict.fromkeys(part for part in held if not isinstance(part, FSDPModule)):
                 part_call = _PartCall(root, state, enter, leave)
-                part.register_forward_pre_hook(part_call.before, prepend=True, with_kwargs=True)
-                part.register_forward_hook(part_call.after, always_call=True)
-            root.register_forward_hook(_free_without_backward, always_call=True)  # type: ignore[attr-defined]
+                self.handles.append(part.register_forward_pre_hook(part_call.before, prepend=True, with_kwargs=True))
+                self.handles.append(part.register_forward_hook(part_call.after, always_call=True))
+            self.handles.append(root.register_forward_hook(_free_without_backward, always_call=True))  # type: ignore[attr-defined]
 
     def parameter_of(self) -> dict[int, torch.Tensor]:
         """Return the sharded parameters by the identities of the full ones that take their places while a block runs."""
@@ -366,50 +375,3 @@ def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
     padded = part.new_zeros((rows, *part.shape[1:]))
     padded[: part.shape[0]] = part
     return padded
-
-
-# -- optimizers -------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def map_optimizer(optimizer: torch.optim.Optimizer, find: Callable[[torch.Tensor], torch.nn.Parameter | None]) -> bool:
-    """Let an optimizer work on the sharded forms of its parameters, with its groups and its state; return whether any changed.
-
-    `find` returns the sharded form of a full parameter, or None. State of a parameter's shape is sharded as the parameter is, from what
-    this rank holds of it; nothing is communicated.
-    """
-    changed = False
-    for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            new = find(parameter)
-            if new is None:
-                continue
-            changed = True
-            group["params"][index] = new
-            if parameter in optimizer.state:
-                state = optimizer.state.pop(parameter)
-                optimizer.state[new] = {key: _shard_like(value, parameter, new) for key, value in state.items()}
-        if changed:
-            _avoid_mixed_kernels(optimizer, group)
-    return changed
-
-
-def _shard_like(value: Any, parameter: torch.Tensor, new: torch.Tensor) -> Any:
-    if not isinstance(value, torch.Tensor) or not isinstance(new, DTensor) or value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value.to(new.device), new.device_mesh, new.placements, src_data_rank=None)
-
-
-def _avoid_mixed_kernels(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Take the plain loop for a group of sharded and whole parameters: kernels for many tensors refuse to mix the two."""
-    kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
-    if len(kinds) < 2 or not (group.get("foreach") or group.get("fused") or group["params"][0].device.type != CPU.type):
-        return
-    given = [name for name in ("foreach", "fused") if name in group]
-    for name in given:
-        group[name] = False
-    if given:
-        get_logger(__name__).warning_once(
-            f"a group of {type(optimizer).__name__} has sharded parameters and some that every rank holds whole (scalars, ignored "
-            f"modules): it runs with {' and '.join(f'{name}=False' for name in given)}. Put those into a group of their own to avoid that."
-        )
