@@ -209,6 +209,26 @@ def test_interview_defaults() -> None:
     assert {name: value for name, value in answers.items() if value != OPTIONS[name].default} == {}
 
 
+def test_interview_sharding() -> None:
+    """Sharding is asked about where it can be, its details where it was chosen, and the answers make a file."""
+    ask, asked = answering(num_processes="1")
+    interview(ask, {})
+    assert "use_fsdp" not in asked
+    ask, asked = answering()
+    interview(ask, {})
+    assert "use_fsdp" in asked
+    assert not [name for name in asked if name.startswith(("fsdp_", "parallelism_"))]
+    blocks = {"fsdp_auto_wrap_policy": "transformer_based_wrap", "fsdp_transformer_layer_cls_to_wrap": "Block"}
+    ask, asked = answering(num_processes="4", use_fsdp="yes", parallelism_config_dp_replicate_size="2", fsdp_offload_params="yes", **blocks)
+    config = resolve(flags=interview(ask, {}), environ={})
+    assert "fsdp_min_num_params" not in asked
+    assert "fsdp_activation_checkpointing_offload" not in asked
+    assert (config.sharding.use_fsdp, config.sharding.fsdp_offload_params, config.sharding.fsdp_transformer_layer_cls_to_wrap) == (
+        True, True, "Block",
+    )  # fmt: skip
+    assert config.parallelism.parallelism_config_dp_replicate_size == 2
+
+
 def test_interview_starts_from_file() -> None:
     """The interview starts from the file and drops what no longer matters."""
     existing: dict[str, Value] = {"num_machines": 2, "machine_rank": 1, "timeout": 60.0, "mixed_precision": "bf16"}

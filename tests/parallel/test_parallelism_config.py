@@ -44,10 +44,13 @@ def test_unset_sizes() -> None:
     """A size that nobody gave is 1; the shards are what the replicas leave, where the strategy shards."""
     config = ParallelismConfig(dp_replicate_size=2)
     assert (config.dp_shard_size, config.tp_size, config.pp_size) == (1, 1, 1)
-    assert config.mesh_sizes(6) == MeshSizes(dp_replicate=2, dp_shard=3)
-    assert ParallelismConfig(dp_shard_size=-1).mesh_sizes(6) == MeshSizes(dp_shard=6)
     with pytest.raises(ConfigError, match="dp_replicate 2 is for 2 processes, but there are 6"):
         config.mesh_sizes(6, sharded=False)
+    for world in (6, 2, 8):  # the same object on another number of processes
+        assert config.mesh_sizes(world) == MeshSizes(dp_replicate=2, dp_shard=world // 2)
+        assert (config.total_size, config.dp_shard_enabled) == (world, world > 2)
+    assert ParallelismConfig(dp_shard_size=-1).mesh_sizes(6) == MeshSizes(dp_shard=6)
+    assert ParallelismConfig(dp_replicate_size=-1).mesh_sizes(6) == MeshSizes(dp_replicate=6)
 
 
 def test_sizes_from_variables() -> None:
@@ -108,6 +111,8 @@ def test_refused(arguments: dict[str, Any], why: str) -> None:
         (None, {"tp_size": 1}, False, False, {"dp_replicate": 8}),
         (None, {"dp_replicate_size": 1, "dp_shard_size": 1}, True, False, {"dp_shard": 8}),
         ({}, {}, False, False, {"dp_replicate": 8}),
+        ({"dp_shard_size": -1}, {}, True, False, {"dp_shard": 8}),
+        ({"dp_replicate_size": -1, "dp_shard_size": 2}, {}, True, True, {"dp_replicate": 4, "dp_shard": 2}),
         ({}, {}, True, True, {"dp_replicate": 2, "dp_shard": 4}),
     ],
 )

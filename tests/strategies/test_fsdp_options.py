@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -28,6 +30,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from slipstream import ConfigError, FullyShardedDataParallelPlugin
 from slipstream.config import OPTIONS, for_worker, resolve, resolved_config
 from slipstream.config.files import write_file
+from slipstream.config.option import option_text
 from slipstream.config.schema import Sharding
 from slipstream.parallel.wrap_policy import plan_blocks
 from slipstream.strategies.fsdp_options import _OPTION_OF, ShardingOptions, resolve_sharding
@@ -101,6 +104,34 @@ def test_stronger_source_wins(stronger: str, weaker: str, tmp_path: Path) -> Non
     )
     plugin = FullyShardedDataParallelPlugin(min_num_params=given.get("argument"), auto_wrap_policy="size_based_wrap")
     assert resolve_sharding(plugin, config.sharding, "no").min_num_params == 11  # type: ignore[union-attr]
+
+
+DECISIONS: dict[str, tuple[str, list[Any]]] = {
+    "reshard_after_forward": ("fsdp_reshard_after_forward", [True, False, 2]),
+    "cpu_offload": ("fsdp_offload_params", [True, False]),
+    "state_dict_type": ("fsdp_state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]),
+    "activation_checkpointing": ("fsdp_activation_checkpointing", [True, False]),
+    "sync_module_states": ("fsdp_sync_module_states", [True, False]),
+    "ignored_modules": ("fsdp_ignored_modules", ["a", "b"]),
+    "auto_wrap_policy": ("fsdp_auto_wrap_policy", ["no_wrap", "size_based_wrap"]),
+}
+ONE = st.fixed_dictionaries({}, optional={field: st.sampled_from(values) for field, (_, values) in DECISIONS.items()})
+
+
+@given(st.fixed_dictionaries({kind: ONE for kind in KINDS}))
+def test_strongest_of_all_sources(given_in: dict[str, dict[str, Any]]) -> None:
+    """Whatever the sources give together, every field is what the strongest of them says, else the default."""
+    texts = {kind: {DECISIONS[field][0]: option_text(value) for field, value in fields.items()} for kind, fields in given_in.items()}
+    environ = {name.upper(): text for name, text in texts["old variable"].items()}
+    environ |= {f"SLIPSTREAM_{name.upper()}": text for name, text in texts["variable"].items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_file(Path(folder) / "c.yaml", texts["file"])
+        config = resolve(flags=texts["flag"], environ=environ, config_file=path)
+    found = resolve_sharding(FullyShardedDataParallelPlugin(**given_in["argument"]), config.sharding, "no")
+    usual = ShardingOptions()
+    for field in DECISIONS:
+        strongest = next((given_in[kind][field] for kind in KINDS if field in given_in[kind]), getattr(usual, field))
+        assert getattr(found, field) == strongest
 
 
 def test_completed_at_once() -> None:

@@ -54,8 +54,8 @@ class ParallelismConfig:
     cp_handler: Any = None
     sp_handler: Any = None
     pp_size: int | None = None
-    _shards_the_rest: bool = field(default=False, init=False, repr=False, compare=False)
-    """Nobody gave `dp_shard_size`: a sharding strategy makes it what the replicas leave."""
+    _completed_shards: int | None = field(default=None, init=False, repr=False, compare=False)
+    """What `dp_shard_size` got because nobody gave it: a sharding strategy makes it what the replicas leave."""
 
     device_mesh: ClassVar[DeviceMesh | None] = None
     """The mesh that `build_device_mesh` made."""
@@ -66,8 +66,9 @@ class ParallelismConfig:
             name = f"{axis}_size"
             if getattr(self, name) is None:
                 configured = None if section.use_parallelism_config is False else getattr(section, f"parallelism_config_{name}", None)
-                self._shards_the_rest |= axis == "dp_shard" and configured is None
                 setattr(self, name, configured or 1)
+                if axis == "dp_shard" and configured is None:
+                    self._completed_shards = 1
         for name in _HANDLERS:
             if getattr(self, name) is not None:
                 raise _axis_error(f"ParallelismConfig({name}=...)", name[:2])
@@ -81,19 +82,24 @@ class ParallelismConfig:
         for axis, title in _TITLES.items():
             if given[axis] not in (1, None):
                 raise _axis_error(f"ParallelismConfig({axis}_size={given[axis]!r})", axis, title)
-        if fill and self._shards_the_rest and given["dp_shard"] == 1:
+        if fill and given["dp_shard"] == self._completed_shards and -1 not in given.values():
             given["dp_shard"] = -1
         return MeshSizes(**given)
 
     def mesh_sizes(self, world_size: int, *, sharded: bool = True) -> MeshSizes:
         """Return the sizes of all axes for `world_size` processes; raise a ConfigError with the arithmetic if they do not fit.
 
-        A `dp_shard_size` that was not given is what the other axes leave, if the strategy shards.
+        A `dp_shard_size` that was not given becomes what the other axes leave, if the strategy shards; so does a size of -1.
 
-        >>> ParallelismConfig(dp_replicate_size=2).mesh_sizes(6).dp_shard
-        3
+        >>> config = ParallelismConfig(dp_replicate_size=2)
+        >>> config.mesh_sizes(6).dp_shard, config.dp_shard_size, config.total_size
+        (3, 3, 6)
         """
-        return self._open_sizes(fill=sharded).resolve(world_size)
+        sizes = self._open_sizes(fill=sharded).resolve(world_size)
+        if self._completed_shards == self.dp_shard_size:
+            self._completed_shards = sizes.dp_shard
+        self.dp_replicate_size, self.dp_shard_size = sizes.dp_replicate, sizes.dp_shard
+        return sizes
 
     @property
     def total_size(self) -> int:
@@ -213,7 +219,7 @@ def resolve_mesh(
         configured = {f"{axis}_size": getattr(section, f"parallelism_config_{axis}_size", None) for axis in AXES}
         if any((size or 1) > 1 for size in configured.values()):
             given = ParallelismConfig(**configured)
-    if given is None or (given.total_size == 1 and given._shards_the_rest):
+    if given is None or (given._completed_shards and given._open_sizes() == MeshSizes()):
         if not sharded:
             return MeshSizes(dp_replicate=world_size)
         shards = local_world_size if hybrid else world_size
