@@ -381,3 +381,12 @@ def test_quiet_without_version_1() -> None:
             mixed_precision_policy="bf16", cpu_offload=True, ignored_modules="x", state_dict_type="FULL_STATE_DICT",
             activation_checkpointing=True, activation_checkpointing_offload=True, cpu_ram_efficient_loading=True, sync_module_states=True,
         )  # fmt: skip
+
+
+def test_options_told_once() -> None:
+    """Options of version 1 that come from the launcher are named once, however many plugins are made of them."""
+    with patch_environment(fsdp_version=1, fsdp_use_orig_params="true"):
+        plugin = FullyShardedDataParallelPlugin()  # warns not: warnings are errors here
+        with pytest.warns(UserWarning, match="fsdp_version=1 became 2.*use_orig_params has no effect"):
+            resolve_sharding(plugin, for_worker().sharding, "no")
+        resolve_sharding(plugin, for_worker().sharding, "no")

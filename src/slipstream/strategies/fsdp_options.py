@@ -122,10 +122,14 @@ class FullyShardedDataParallelPlugin:
     _hybrid: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.complete(for_worker().sharding)
+        given = any(getattr(self, entry.name) != entry.default for entry in fields(self) if entry.init)
+        self.complete(for_worker().sharding, tell=given)  # what the options alone say is told when they are resolved
 
-    def complete(self, section: Sharding) -> None:
-        """Fill the fields that nobody gave from the options, translate those of version 1, and check all of them."""
+    def complete(self, section: Sharding, *, tell: bool = True) -> None:
+        """Fill the fields that nobody gave from the options, translate those of version 1, and check all of them.
+
+        With `tell`, a warning says what became of the options of version 1, each once.
+        """
         self._move_strategy()
         given = [name for name in _OPTION_OF if not self._is_open(name)]
         for name, option in _OPTION_OF.items():
@@ -134,7 +138,7 @@ class FullyShardedDataParallelPlugin:
         notes = [note for note in self._translate(given) if note not in self._told]
         self._check()
         self._completed = {name: getattr(self, name) for name in _OPTION_OF if name not in given}
-        if notes:
+        if notes and tell:
             self._told += notes
             warnings.warn(f"FullyShardedDataParallelPlugin: {'; '.join(notes)}.", stacklevel=4)
 
