@@ -76,6 +76,8 @@ def test_hybrid_machines(data: dict[str, Any]) -> None:
     new, notes = convert_file(old, "c.yaml")
     assert (new.get("parallelism_config") or new)["parallelism_config_dp_replicate_size"] == 2
     assert notes[-1] == "added parallelism_config_dp_replicate_size: 2, one replica for each machine"
+    _, notes = convert_file({name: value for name, value in old.items() if name != "num_machines"}, "c.yaml")
+    assert notes[-1].startswith("on one machine the shards are over all processes")
     mesh = {"parallelism_config_dp_replicate_size": 1}
     kept = convert_file(old | ({"parallelism_config": mesh} if "fsdp_config" in old else mesh), "c.yaml")[0]
     assert (kept.get("parallelism_config") or kept)["parallelism_config_dp_replicate_size"] == 1

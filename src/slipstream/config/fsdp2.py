@@ -54,6 +54,8 @@ def convert_file(data: Mapping[str, Any], path: str) -> tuple[dict[str, Any], li
             notes.append(f"added {_REPLICAS}: {machines}, one replica for each machine")
         if nested:
             result["parallelism_config"] = mesh
+    elif hybrid:
+        notes.append(f"on one machine the shards are over all processes; for several, add {_REPLICAS} with their number")
     return result, notes
 
 
