@@ -1000,8 +1000,8 @@ STATE = {"epoch": 1, "batches": 2, "samples": 4, "seed": 7, "left": 0}
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (None, "a NoneType is no state of a prepared loader"),
-        ([STATE], "a list is no state"),
+        (None, "a NoneType is not a state of a prepared loader"),
+        ([STATE], "a list is not a state"),
         ({"epoch": 1}, "it has no batches, samples, seed"),
         ({**STATE, "epoch": "1"}, "epoch='1'"),
         ({**STATE, "epoch": -1}, "epoch=-1"),

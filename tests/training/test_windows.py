@@ -86,7 +86,7 @@ def test_pieces_of_a_single_batch() -> None:
         for (x,) in loader:
             for number, piece in enumerate(x.chunk(2)):
                 is_told = (epoch, number) == (0, 1)
-                with pytest.warns(UserWarning, match="another piece of the last batch") if is_told else nullcontext():
+                with pytest.warns(UserWarning, match="another micro-batch of the last batch") if is_told else nullcontext():
                     found.append(train(accelerator, net, optimizer, piece))
     assert found == [1.0, 3.0, None, 2.0, None, 2.0]
 

@@ -211,10 +211,10 @@ _MAX_NUMBER = 2**53
 def check_position(state: Any, *, kind: str, length: int | None, stride: int, extras: tuple[str, ...], name: str) -> None:
     """Raise a `ConfigError` unless this is a position of such a loader; `name` is that of its dataset, `length` that of a whole pass."""
     if not isinstance(state, Mapping):
-        raise ConfigError(f"a {type(state).__name__} is no state of a prepared loader: pass what its state_dict() gave")
+        raise ConfigError(f"a {type(state).__name__} is not a state of a prepared loader: pass a result of its state_dict()")
     missing = [key for key in _NUMBER_KEYS if key not in state]
     if missing:
-        raise ConfigError(f"this is no state of a prepared loader: it has no {', '.join(missing)}; pass what its state_dict() gave")
+        raise ConfigError(f"not a state of a prepared loader: it has no {', '.join(missing)}; pass a result of its state_dict()")
     for key in (*_NUMBER_KEYS, *_FLAG_KEYS, "batch"):
         value = state.get(key, 0)
         largest = 2**64 if key == "seed" else _MAX_NUMBER

@@ -38,10 +38,10 @@ class DataLoaderConfiguration(KwargsHandler):
     dispatch_batches: bool | None = None
     """Whether rank 0 reads for everyone; None means no."""
     even_batches: bool = False
-    """Whether a short last batch is completed with samples from the start, which then count twice, rather than dealt out as it is.
+    """Whether a short last batch is padded with samples from the start, which then count twice, rather than shared as it is.
 
-    All processes read as many batches in both cases. As it is, what keeps a process busy that has no samples left counts nothing, so
-    training and metrics are those of one process. Completed, all batches have one shape: for compiled graphs that need it.
+    All processes read the same number of batches in both cases. Without padding, a process that has no samples left repeats some with
+    weight 0, so training and metrics are those of one process. With padding, all batches have one shape, which some compiled graphs need.
     """
     use_seedable_sampler: bool | None = None
     """The order is always a function of seed and epoch; False has no effect and is warned about."""
@@ -59,12 +59,12 @@ class DataLoaderConfiguration(KwargsHandler):
         self.check()
 
     def check(self) -> None:
-        """Raise for values that cannot be meant: fields can be set after the object was made."""
+        """Raise for invalid values; fields can be set after the object was created."""
         for name in (*_SWITCHES, *_OPTIONAL_SWITCHES):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL_SWITCHES):
                 choices = "True, False or None" if name in _OPTIONAL_SWITCHES else "True or False"
-                raise ConfigError(f"DataLoaderConfiguration({name}={value!r}): a {type(value).__name__} is no switch; write {choices}")
+                raise ConfigError(f"DataLoaderConfiguration({name}={value!r}): a {type(value).__name__} is not a switch; write {choices}")
         if self.resume not in ("auto", "manual"):
             raise ConfigError(
                 f"DataLoaderConfiguration(resume={self.resume!r}): write resume='auto' (the default) to let the next loop over a loader "
@@ -92,10 +92,10 @@ class DataRank:
     rank: int
     world_size: int
     channel: Callable[[], Channel]
-    """Opens the process group if it is not open; asked only where a collective is needed."""
+    """Returns the channel, and opens the process group if it is not open; called only for a collective."""
     limits: Limits
     compares: bool = False
-    """Whether the processes that share the data are those of the channel, and tell each other what they are about to read."""
+    """Whether the processes that share the data are those of the channel, and compare what they are about to read."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -119,7 +119,7 @@ class LoaderSettings:
     effective_batch_size: int | None = None
     """Samples per update; `build_loader` derives the next two from it."""
     samples_per_rank: int | None = None
-    """The batch size of one rank; None for what the script's loader says."""
+    """The batch size of one rank; None for that of the user's loader."""
     steps_per_update: int | None = None
     slice_fn: Callable[..., Any] | None = None
     """The user's function that slices batches which rank 0 reads."""

@@ -30,7 +30,7 @@ _USUAL_PORT = 29500
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Puts what `source` has into `destination`, dicts inside of dicts too, and gives `destination` back.
+    """Merge `source` into `destination`, including nested dicts, and return `destination`.
 
     >>> merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3})
     {'a': {'c': 2, 'b': 1}, 'd': 3}
@@ -45,7 +45,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """The attribute at the end of a dotted name.
+    """Return the attribute at the end of a dotted name.
 
     >>> recursive_getattr(torch.nn.Linear(2, 3), "weight.shape")
     torch.Size([3, 2])
@@ -54,7 +54,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a class or function, or of the class of any other object.
+    """Return the name of a class or function, or of the class of any other object.
 
     >>> get_pretty_name(torch.nn.Linear), get_pretty_name(torch.nn.ReLU()), get_pretty_name(len)
     ('Linear', 'ReLU', 'len')
@@ -64,7 +64,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something listens on this port of this machine (29500, the usual one of rendezvous, if none is named).
+    """Return whether a port of this machine is in use (by default 29500, the usual port of rendezvous).
 
     >>> with socket.create_server(("127.0.0.1", 0)) as server:
     ...     is_port_in_use(server.getsockname()[1])
@@ -76,7 +76,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """A port that nothing listens on now. It may be taken by the time that it is used: let a server choose its own where it can.
+    """Return a free port. Another process may take it before it is used; if possible, let a server choose its own port.
 
     >>> is_port_in_use(get_free_port())
     False
@@ -86,7 +86,7 @@ def get_free_port() -> int:
 
 
 def check_os_kernel() -> None:
-    """Warns of a Linux kernel that is known to hang with several processes: one before 5.5."""
+    """Warn about a Linux kernel before 5.5, with which several processes are known to hang."""
     if platform.system() != "Linux":
         return
     found = re.match(r"(\d+)\.(\d+)", platform.release())
@@ -97,7 +97,7 @@ def check_os_kernel() -> None:
 
 
 def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Every module of a model, children before their parents and the model itself last; with `return_fqns`, pairs with their names.
+    """Return every module of a model, children before their parents and the model itself last; with `return_fqns`, with names.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.ReLU()))
     >>> [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]

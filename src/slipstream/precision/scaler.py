@@ -151,12 +151,12 @@ class LossScaler:
                 "within the step, where they cannot be checked for overflow. Write mixed_precision='bf16' or 'no', or take an optimizer "
                 "without a closure."
             )
-        if not _has_gradients(optimizer):  # as plain PyTorch: a step without gradients changes nothing
+        if not _has_gradients(optimizer):  # as in plain PyTorch, a step without gradients changes nothing
             optimizer.step()
             return True
         if not hasattr(optimizer, "register_step_post_hook"):
             raise ConfigError(
-                f"{type(optimizer).__name__} is no torch.optim.Optimizer, so it cannot be known whether its step was left out after an "
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so it is unknown whether its step was skipped after an "
                 "overflow: write mixed_precision='bf16' or 'no', or derive it from torch.optim.Optimizer"
             )
         if optimizer in self._stepped and not self._late:
@@ -207,7 +207,7 @@ class LossScaler:
         self._scaler.load_state_dict(state_dict)
 
     def _is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether its gradients still have the scale; marks of an earlier update that ended without a step are cleared."""
+        """Return whether its gradients still have the scale; clear marks of an earlier update that ended without a step."""
         if not self._begun:
             raise StateError(
                 "there are gradients, but no loss was scaled: backward was called on the loss itself. In fp16 write "
@@ -234,7 +234,7 @@ class LossScaler:
         return True
 
     def _start_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin a new update: its gradients are of a new backward, and torch clears its record of the last ones only by an update."""
+        """Begin a new update for gradients of a new backward; torch clears its record of the last ones only in an update."""
         if waiting := self._waiting():
             others = " and ".join(type(other).__name__ for other in waiting)
             raise StateError(
@@ -244,7 +244,7 @@ class LossScaler:
         self._keep_scale()
 
     def _waiting(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers whose gradients were divided and are still to be used: the scale waits until they step."""
+        """Return the optimizers whose gradients were divided but not used yet; the scale must not change before they step."""
         if not self._unscaled:
             return []
         for optimizer, marks in list(self._unscaled.items()):
@@ -267,7 +267,7 @@ _GradientVersions = tuple[tuple[int, int] | None, ...]
 
 
 def _gradient_versions(optimizer: torch.optim.Optimizer) -> _GradientVersions:
-    """Return what tells new gradients from old: a backward makes another tensor, or writes into it."""
+    """Return identities and versions, which distinguish new gradients from old: a backward pass replaces a tensor or writes into it."""
     grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return tuple(None if grad is None else (id(grad), grad._version) for grad in grads)
 
@@ -283,7 +283,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_overflow(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a fused optimizer left the parameters alone: it is always called, and torch tells it of an overflow."""
+    """Return whether a fused optimizer skipped its update: torch always calls it, and passes the overflow to it."""
     return bool(getattr(optimizer, "found_inf", None) or False)
 
 

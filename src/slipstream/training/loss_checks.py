@@ -45,7 +45,7 @@ def _warn_once(warned: set[str], key: str, text: str) -> None:
 
 
 def warn_if_divided(warned: set[str], loss: torch.Tensor, steps: float) -> None:
-    """Warn of a loss that was divided by the number of batches already. Only the first loss is looked at."""
+    """Warn about a loss that was already divided by the number of batches. Only the first loss is checked."""
     if _is_divided_by(loss, steps):
         _warn_once(
             warned,
@@ -57,7 +57,7 @@ def warn_if_divided(warned: set[str], loss: torch.Tensor, steps: float) -> None:
 
 
 def warn_outside_accumulate(warned: set[str], steps: int) -> None:
-    """Warn of a backward pass outside of `accumulate`."""
+    """Warn about a backward pass outside of `accumulate`."""
     _warn_once(
         warned,
         "outside",
@@ -69,7 +69,7 @@ def warn_outside_accumulate(warned: set[str], steps: int) -> None:
 
 
 def warn_if_unprepared(warned: set[str], reached: list[Any] | None) -> None:
-    """Warn of a loss that gives gradients to no prepared model."""
+    """Warn about a loss that gives gradients to no prepared model."""
     if reached is None or reached:
         return
     _warn_once(
@@ -81,7 +81,7 @@ def warn_if_unprepared(warned: set[str], reached: list[Any] | None) -> None:
 
 
 def warn_if_low_precision(warned: set[str], loss: torch.Tensor) -> None:
-    """Warn of a loss in half precision, which has three digits: the call costs a comparison."""
+    """Warn about a loss in half precision, which has three digits."""
     if loss.dtype not in _LOW_PRECISION:
         return
     kind = str(loss.dtype).removeprefix("torch.")
@@ -97,27 +97,27 @@ def warn_if_low_precision(warned: set[str], loss: torch.Tensor) -> None:
 
 
 def warn_of_late_pieces(warned: set[str]) -> None:
-    """Warn of a last batch that is cut into pieces, when an update was made with an earlier piece."""
+    """Warn about a micro-batch of the last batch after an update was already made with an earlier one."""
     _warn_once(
         warned,
         "pieces",
-        f"the accumulate block at {call_site()} works on another piece of the last batch of its loader, and the update was made with an "
-        "earlier piece: into how many pieces a batch is cut is told from the batch before, and there was none, or it had fewer. Cut every "
-        "batch into as many pieces, let the loader give smaller batches, or use GradientAccumulationPlugin(sync_with_dataloader=False).",
+        f"the accumulate block at {call_site()} is for another micro-batch of the last batch of its loader, but the update was made "
+        "with an earlier one: the number of micro-batches per batch is taken from the batch before, which does not exist or had fewer. Cut "
+        "every batch into the same number, use a smaller batch_size, or use GradientAccumulationPlugin(sync_with_dataloader=False).",
     )
 
 
 def warn_if_read_ahead(warned: set[str], accumulation: Accumulation, state: GradientState | None) -> None:
-    """Warn of a block that cannot be tied to a batch, though a loader was read for it: where an update ends is then not known.
+    """Warn about a block that cannot be matched with a batch of its loader, so that the end of an update is unknown.
 
-    `state` is None where that was found out after the block.
+    `state` is None if that was found out after the block.
     """
     if state is None or _is_unmatched(accumulation, state):
         _warn_of_reading_ahead(warned)
 
 
 def warn_if_share_unknown(warned: set[str], batch: MicroBatch | None, state: GradientState) -> None:
-    """Warn of work on a batch that holds another number of samples than others, where it is not certain which batch that is."""
+    """Warn if training may use a batch with a different number of samples, and the batch is uncertain."""
     if batch is None:
         finished = state.metrics.finished_pass
         if finished is None or finished.worked or finished.gathered:
@@ -144,7 +144,7 @@ def _warn_of_reading_ahead(warned: set[str]) -> None:
 
 
 def _is_unmatched(accumulation: Accumulation, state: GradientState) -> bool:
-    """Return whether this block seems to belong to a pass that was not worked on as a whole, or that ended inside of a window."""
+    """Return whether this block seems to belong to a pass that was not trained on completely, or that ended inside a window."""
     last = accumulation.batch
     if last is not None and last.loader_pass is state.metrics.finished_pass:
         return accumulation.batches_trained < last.loader_pass.handed
@@ -152,10 +152,10 @@ def _is_unmatched(accumulation: Accumulation, state: GradientState) -> bool:
 
 
 def check_weight(weight: Any) -> float:
-    """Return the weight of a loss; raise where it is none."""
+    """Return the weight of a loss as a number; raise if it is invalid."""
     number = float(weight)
     if not number >= 0.0 or number == float("inf"):
-        raise ValueError(f"backward(loss, weight={weight!r}): the weight is the count of samples or tokens in the loss: a number from 0")
+        raise ValueError(f"backward(loss, weight={weight!r}): it is the count of samples or tokens in the loss, a non-negative number")
     return number
 
 
