@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 import numpy
 import torch
 
+from slipstream.checkpoint.optimizer_names import parameter_names
 from slipstream.checkpoint.serialize import flatten
 from slipstream.checkpoint.shard_layout import ShardPosition
 from slipstream.checkpoint.sharded import LocalShard, local_shards
@@ -407,11 +408,20 @@ def _part(name: str, state: Any, where: str, shards: list[ShardedPart] | None) -
     return part
 
 
+def _names_of(optimizer: Any, names: Mapping[int, Sequence[str]]) -> list[str | None]:
+    """Return the names of an optimizer's parameters, in its order; None for one that belongs to no prepared model."""
+    return [next(iter(names.get(id(parameter), ())), None) for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _training(components: Components, gradients: Mapping[str, Any] | None, shards: list[ShardedPart] | None) -> StatePart:
     registry = components.registry
+    names = parameter_names(model.original for model in components.stepper.models)
     state = {
         "step": count_updates(components),
-        "optimizers": [{"updates": optimizer.updates, "skipped": optimizer.step_was_skipped} for optimizer in registry.optimizers],
+        "optimizers": [
+            {"updates": optimizer.updates, "skipped": optimizer.step_was_skipped, "parameters": _names_of(optimizer, names)}
+            for optimizer in registry.optimizers
+        ],
         "schedulers": [scheduler.state_dict() for scheduler in registry.schedulers],
         "scaler": components.precision.scaler.state_dict(),
         "clipping": components.clipper.state(),

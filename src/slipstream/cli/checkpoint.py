@@ -4,9 +4,10 @@
     slipstream checkpoint verify runs                   reads every byte; exit code 1 if anything is wrong
     slipstream checkpoint show runs/checkpoint_3        what is in one checkpoint
     slipstream checkpoint diff runs/checkpoint_3 other  exit code 0 if they are equal, 1 if not, 2 if one cannot be read
+    slipstream checkpoint export-dcp runs/checkpoint_3 out  writes a folder of torch.distributed.checkpoint
 
-Folders of torch.distributed.checkpoint are looked into by the same commands. Nothing here changes a file, and only comparing such folders
-imports torch. Text from files is escaped before it is printed.
+Folders of torch.distributed.checkpoint are looked into by the same commands. Nothing here changes a checkpoint, and only comparing and
+writing such folders imports torch. Text from files is escaped before it is printed.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ __all__ = ["command"]
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group(name="checkpoint", short_help="Inspect checkpoints: list, verify, show, compare.")
+@click.group(name="checkpoint", short_help="Inspect checkpoints: list, verify, show, compare, export.")
 def command() -> None:
     """Inspect checkpoints: list, verify, show, compare.
 
     DIR is a checkpoint of save_state, a folder of checkpoints, or a URL such as
-    s3://bucket/run. Nothing is changed, and torch is not needed.
+    s3://bucket/run. No checkpoint is changed, and inspecting needs no torch.
     """
 
 
@@ -186,6 +187,26 @@ def _diff(context: click.Context, first: str, second: str, everything: bool, as_
         for line in checkpoint_diff.diff_lines(sections, everything=everything):
             click.echo(line)
     context.exit(1 if any(section.apart for section in sections) else 0)
+
+
+@command.command(name="export-dcp", short_help="Write a checkpoint as a folder of torch.distributed.checkpoint.")
+@click.argument("place", metavar="DIR")
+@click.argument("output", metavar="OUT", type=click.Path())
+def _export_dcp(place: str, output: str) -> None:
+    """Write models and optimizers of a checkpoint as a folder that
+    torch.distributed.checkpoint reads (load, dcp_to_torch_save).
+
+    OUT is a new folder. The file .metadata in it is a pickle, because torch
+    reads nothing else: checkpoints of Slipstream hold none. Loops, random
+    states and registered objects are not exported.
+
+    \b
+    Examples:
+      slipstream checkpoint export-dcp runs/checkpoint_3 exported
+    """
+    from slipstream.checkpoint.dcp_writer import export_dcp  # takes torch, which the other commands do not need
+
+    click.echo(str(export_dcp(place, output)))
 
 
 def _verify_dcp(place: str) -> int:
