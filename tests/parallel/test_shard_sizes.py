@@ -29,6 +29,7 @@ OPTIONS = SimpleNamespace(
     param_dtype=None,
     reduce_dtype=None,
     reshard_after_forward=True,
+    cpu_offload=False,
 )
 
 
@@ -265,6 +266,26 @@ def test_description() -> None:
     assert "of AdamW states; at its peak" in text
     assert "The largest all-gather is" in text
     assert "Whole on every rank: kept." in text
+
+
+def test_offloaded_peak() -> None:
+    """With offloaded shards the device holds what is gathered, and the buffers."""
+    model = Uneven(64, (64, 64))
+    plan = plan_blocks(model, options())
+    kept, moved = (measure_shard_sizes(model, plan, options(cpu_offload=offload), MeshSizes(dp_shard=2)) for offload in (False, True))
+    held = kept.on_rank(0)
+    assert kept.peak(0) - moved.peak(0) == held.persistent - held.buffers
+    text = describe_shard_sizes(model, plan, options(cpu_offload=True), MeshSizes(dp_shard=2))
+    assert "holds in host memory" in text
+    assert "on the device, without activations" in text
+
+
+def test_one_rank_gathers_nothing() -> None:
+    """A rank that holds the whole model gathers nothing: its peak is what it holds."""
+    model = Uneven()
+    sizes = measure_shard_sizes(model, plan_blocks(model, options()), options(), MeshSizes(dp_replicate=3))
+    assert sizes.largest_gather[1] == 0
+    assert sizes.peak(2) == sizes.on_rank(2).persistent
 
 
 def test_many_ranks() -> None:

@@ -129,7 +129,7 @@ def test_repeated_siblings() -> None:
     """Repeated classes in lists are blocks, the outermost of them."""
     found = plan(nn.ModuleDict({"a": Model(2), "b": nn.Sequential(Other(), nn.ReLU(), Other())}))
     assert names(found) == ["a.layers.0", "a.layers.1", "b.0", "b.2"]
-    assert found.reason == "Block, Other, which is repeated in a.layers, b"
+    assert found.reason == "Block, Other, which are repeated in a.layers, b"
     experts = nn.Sequential(*(Pair(nn.Linear(4, 4), nn.Sequential(Block(), Block())) for _ in range(2)))
     assert names(plan(experts)) == ["0", "1"]
 
@@ -138,7 +138,7 @@ def test_repeated_elsewhere() -> None:
     """A class that occurs twice is a block when nothing is repeated in a list."""
     found = plan(Pair(Block(), Pair(Block(), nn.Linear(4, 4))))
     assert names(found) == ["left", "right.left"]
-    assert found.reason == "Block, which occurs 2 times"
+    assert found.reason == "Block, which is found 2 times"
 
 
 def test_nothing_repeated() -> None:

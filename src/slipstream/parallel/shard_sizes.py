@@ -93,6 +93,8 @@ class ShardSizes:
     reduced: int | None = None
     """Bytes of an element of a gradient that is reduced; None: as it is computed."""
     reshard_after_forward: bool | int = True
+    cpu_offload: bool = False
+    """Whether the host holds what is persistent, and the device what is gathered; `peak` is that of the device."""
 
     @property
     def shards(self) -> int:
@@ -137,7 +139,9 @@ class ShardSizes:
 
     @property
     def gathers(self) -> dict[str, int]:
-        """Bytes of the all-gather of each block."""
+        """Bytes of the all-gather of each block. A rank that holds everything gathers nothing."""
+        if self.shards == 1:
+            return dict.fromkeys(self.blocks, 0)
         return {
             block: sum(parameter.padded(self.shards) * self.shards * parameter.gathered for parameter in self._sharded(block))
             for block in self.blocks
@@ -150,6 +154,8 @@ class ShardSizes:
 
     def _gradients(self, block: str) -> tuple[int, int]:
         """Return the bytes of the whole gradients of a block as they are computed, and as they are reduced."""
+        if self.shards == 1:
+            return 0, 0
         trained = [parameter for parameter in self._sharded(block) if parameter.trainable]
         computed = sum(math.prod(parameter.shape) * parameter.gathered for parameter in trained)
         return computed, sum(parameter.padded(self.shards) * self.shards * (self.reduced or parameter.gathered) for parameter in trained)
@@ -184,7 +190,8 @@ class ShardSizes:
                 kept + size + ahead + computed + before,
                 kept + ahead + 2 * reducing + reducing // self.shards,
             ]
-        return self.on_rank(rank).persistent + root + whole + max(moments)
+        held = self.on_rank(rank)
+        return (held.buffers if self.cpu_offload else held.persistent) + root + whole + max(moments)
 
     def _kept_after_forward(self, gathered: int) -> int:
         """Return what of gathered blocks stays in memory between forward and backward."""
@@ -205,6 +212,8 @@ class _ShardOptions(Protocol):
     def reduce_dtype(self) -> torch.dtype | None: ...
     @property
     def reshard_after_forward(self) -> bool | int: ...
+    @property
+    def cpu_offload(self) -> bool: ...
 
 
 def measure_shard_sizes(
@@ -238,6 +247,7 @@ def measure_shard_sizes(
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         reduced=options.reduce_dtype.itemsize if options.reduce_dtype else None,
         reshard_after_forward=options.reshard_after_forward,
+        cpu_offload=options.cpu_offload,
     )
 
 
@@ -254,11 +264,13 @@ def describe_shard_sizes(model: torch.nn.Module, plan: BlockPlan, options: _Shar
     most, least = sizes.on_rank(first), sizes.on_rank(last)
     for rank, held in [(first, most)] if most == least else [(first, most), (last, least)]:
         who = "Each rank" if most == least else f"Rank {rank}"
-        text = f"{who} holds {convert_bytes(held.parameters)} of parameters, {convert_bytes(held.gradients)} of gradients"
+        where = " in host memory" if sizes.cpu_offload else ""
+        text = f"{who} holds{where} {convert_bytes(held.parameters)} of parameters, {convert_bytes(held.gradients)} of gradients"
         if optimizers:
             states = "an unknown size" if held.optimizer is None else convert_bytes(held.optimizer)
             text += f", {states} of {optimizers} states"
-        lines.append(f"{text}; at its peak {convert_bytes(sizes.peak(rank))}, without activations.")
+        device = " on the device" if sizes.cpu_offload else ""
+        lines.append(f"{text}; at its peak {convert_bytes(sizes.peak(rank))}{device}, without activations.")
     block, size = sizes.largest_gather
     lines.append(f"The largest all-gather is {convert_bytes(size)} ({block or 'the root'}).")
     if plan.ignored:

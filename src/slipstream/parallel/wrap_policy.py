@@ -80,7 +80,8 @@ def plan_blocks(model: nn.Module, options: _WrapOptions) -> BlockPlan:
     reason = choice.reason
     if left_out:
         names = ", ".join(tree.describe(module) for module in left_out)
-        reason += f"; without {names}, which shares a parameter with the rest of the model"
+        shares = "shares a parameter" if len(left_out) == 1 else "share parameters"
+        reason += f"; without {names}, which {shares} with the rest of the model"
     if not chosen and not left_out and choice.blocks:
         reason += "; it matches the root alone"
     return BlockPlan(
@@ -282,12 +283,12 @@ def _choose_automatically(tree: _Tree) -> _Choice:
     chosen = tree.outermost(lambda module: module in siblings or (type(module) in kinds and _has_children(tree, module)))
     if chosen:
         holders = [tree.names[container] or "the root" for container in containers if not set(chosen).isdisjoint(container.children())]
-        return _Choice(chosen, f"{_count_classes(chosen)}, which is repeated in {', '.join(holders)}", asked=False)
+        return _Choice(chosen, f"{_describe_classes(chosen)} repeated in {', '.join(holders)}", asked=False)
     counts = Counter(type(module) for module in tree.names if module is not tree.model and _has_children(tree, module))
     repeated = {kind for kind, count in counts.items() if count > 1 and kind is not nn.Sequential}
     chosen = tree.outermost(lambda module: type(module) in repeated and _has_children(tree, module))
     if len(chosen) > 1:
-        return _Choice(chosen, f"{_count_classes(chosen)}, which occurs {len(chosen)} times", asked=False)
+        return _Choice(chosen, f"{_describe_classes(chosen)} found {len(chosen)} times", asked=False)
     return _Choice((), "no block class is repeated, so the root alone is sharded", asked=False)
 
 
@@ -311,8 +312,10 @@ def _find_siblings(tree: _Tree) -> tuple[set[nn.Module], list[nn.Module]]:
     return siblings, containers
 
 
-def _count_classes(modules: Iterable[nn.Module]) -> str:
-    return ", ".join(dict.fromkeys(type(module).__name__ for module in modules))
+def _describe_classes(modules: Iterable[nn.Module]) -> str:
+    """Return "Block, which is", or "Block, Other, which are"."""
+    names = dict.fromkeys(type(module).__name__ for module in modules)
+    return f"{', '.join(names)}, which {'is' if len(names) == 1 else 'are'}"
 
 
 # Sizes and functions
