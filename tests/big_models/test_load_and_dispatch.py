@@ -356,7 +356,7 @@ def test_renamed_keys_message(tmp_path, device_map):
     save_model({"model.moe.weight": torch.ones(2, 2), "model.moe.bias": torch.ones(2)}, tmp_path)
     with init_empty_weights():
         model = Renamed()
-    with pytest.raises(CheckpointError, match="renames weights while it loads: .* save_model") as caught:
+    with pytest.raises(CheckpointError, match="renames weights while loading: .* save_model") as caught:
         load_checkpoint_and_dispatch(model, tmp_path, device_map)
     assert {"model.experts.weight", "model.moe.weight"} <= {*re.split("[ ,\n]+", str(caught.value))}
     assert "wrapped" not in str(caught.value)

@@ -304,7 +304,7 @@ def test_missing_weights_are_named(tmp_path, caplog):
     save_model({"0.weight": torch.zeros(64, 128)}, tmp_path)
     with init_empty_weights():
         empty = net()
-    with pytest.raises(CheckpointError, match=r"without values.*\s+5 are not in the file: 0\.bias, 2\.weight"):
+    with pytest.raises(CheckpointError, match=r"without values.*\s+5 are missing in the file: 0\.bias, 2\.weight"):
         load_and_quantize_model(empty, TorchaoQuantizationConfig(8), weights_location=tmp_path)
 
 

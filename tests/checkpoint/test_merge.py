@@ -243,11 +243,11 @@ def _sharded_state(folder: Path) -> None:
         ({"folder": None}, "folder=None"),
         ({"output": 5}, "output=5"),
         ({"folder": "s3://x/y"}, "remote"),
-        ({"output": "parts/model-00001-of-00002.safetensors"}, "one of the files that would be merged"),
+        ({"output": "parts/model-00001-of-00002.safetensors"}, "one of the files to merge"),
         ({"output": "notes.txt"}, "is a file that does not end in .safetensors"),
         ({"output": "new.bin"}, "does not fit safe_serialization=True"),
         ({"output": "saved"}, "is a checkpoint of save_state"),
-        ({"folder": "saved", "remove": True}, "of which no files are removed"),
+        ({"folder": "saved", "remove": True}, "whose files are not removed"),
         ({"folder": "sharded"}, "sharded/.metadata is damaged"),
     ],
 )

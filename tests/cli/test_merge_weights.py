@@ -45,7 +45,7 @@ def test_mistakes_are_messages(parts, tmp_path, capsys):
     assert main(["merge-weights", str(tmp_path / "absent"), str(tmp_path / "whole")]) == 1
     assert "There is nothing at" in capsys.readouterr().err
     assert main(["merge-weights", str(parts), str(parts / "model-00001-of-00002.safetensors")]) == 2
-    assert "would be merged" in capsys.readouterr().err
+    assert "to merge" in capsys.readouterr().err
     assert main(["merge-weights", str(parts)]) == 2
     assert main(["merge_weights"]) == 2
 

@@ -1,8 +1,8 @@
-"""Rebuild a value from the JSON tree and the tensors that `serialize.flatten` made of it.
+"""Rebuild a value from the JSON tree and the tensors of `serialize.flatten`.
 
-The tree comes from a file, so nothing in it is trusted: every tag has exactly the form in which it is written, every tensor it names is
-present, and anything else is an error that names the position. Nothing is run, imported or looked up by a name in the file except in the
-tables here, and nothing is allocated that the tree and its tensors do not already fill.
+The tree comes from a file and is not trusted: every tag must have exactly the form that `serialize` writes, every tensor it names must be
+present, and anything else is an error. Names in the file are looked up only in the tables here, nothing is run or imported, and nothing is
+allocated beyond the size of the tree and its tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy
 import torch
 
+from slipstream.checkpoint.manifest import shorten_repr as _shown
 from slipstream.checkpoint.tensor_bytes import (
     BYTE_VIEWED_DTYPES,
     TORCH_DTYPES,
@@ -37,7 +38,7 @@ _TREE: Final = "tree"
 """The key in the metadata of a safetensors file under which `serialize` stores the tree."""
 _DEEPEST: Final = 200
 _DEEPEST_JSON: Final = 256
-"""A level of a value takes up to three levels of JSON."""
+"""Nesting of the JSON: one level of a value takes up to three."""
 _FLOATS: Final = frozenset({"nan", "inf", "-inf"})
 _FACTORIES: Final[Mapping[str | None, Any]] = MappingProxyType(
     {None: None, **{entry.__name__: entry for entry in (int, float, str, bool, bytes, list, dict, set, tuple)}}
@@ -53,9 +54,9 @@ _Maker = Callable[["_Rebuilder", Any, int], Any]
 
 
 def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    """Return the value of which `flatten` made this tree and these tensors; `where` names the file for messages.
+    """Return the value that `flatten` split into this tree and these tensors; `where` names the file in messages.
 
-    Tensors are handed on as they are: no copies.
+    Tensors are not copied.
 
     >>> rebuild({"step": 3, "betas": {"$tuple": [0.9, 0.999]}, "mean": {"$tensor": "mean"}}, {"mean": torch.zeros(2)}, "state.safetensors")
     {'step': 3, 'betas': (0.9, 0.999), 'mean': tensor([0., 0.])}
@@ -67,7 +68,7 @@ def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
 
 
 def read_part(name: str, content: FileContent, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return the state in a file that `serialize.write_part` wrote; each tensor has memory of its own. Messages name `where`, or the file.
+    """Return the state in a file of `serialize.write_part`; each tensor owns its memory. Messages name `where`, or the file.
 
     `elsewhere` are tensors of the state that are not in the file.
     """
@@ -77,14 +78,14 @@ def read_part(name: str, content: FileContent, where: str | None = None, elsewhe
         return rebuild(strict_json.parse(memoryview(content), where, deepest=_DEEPEST_JSON), elsewhere, where)
     file = load_tensors(content, where)
     if twice := file.tensors.keys() & elsewhere.keys():
-        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in shards elsewhere.")
+        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file and in shards.")
     if _TREE not in file.layout.metadata:
-        raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {_TREE!r}. It was not written by slipstream.")
+        raise CheckpointError(f"{where} has tensors but no state: there is no {_TREE!r} in its metadata. It was not written by slipstream.")
     return _rebuild_with(file.layout, {**file.tensors, **elsewhere}, where)
 
 
 def read_file(content: FileContent, where: str, device: torch.device | None = None) -> Any:
-    """Return the state in a safetensors file if it has one, else its tensors by name; on a device, if one is given."""
+    """Return the state in a safetensors file, or its tensors by name if it has none; on a device, if given."""
     file = load_tensors(content, where)
     tensors = file.tensors if device is None else {name: tensor.to(device) for name, tensor in file.tensors.items()}
     return _rebuild_with(file.layout, tensors, where) if _TREE in file.layout.metadata else tensors
@@ -108,7 +109,7 @@ class _Rebuilder:
         if kind is not dict:
             if kind in (str, int, float, bool) or node is None:
                 return node
-            raise self._wrong(f"a {kind.__name__} is no part of a tree")
+            raise self._wrong(f"{kind.__name__} is not allowed in a tree")
         if depth > _DEEPEST:
             raise self._wrong("it is nested too deep")
         tags = [key for key in node if key.startswith("$")]
@@ -117,13 +118,13 @@ class _Rebuilder:
         make = _MAKERS.get(tags[0])
         allowed = _BESIDE.get(tags[0], frozenset())
         if make is None or len(tags) > 1 or not set(node) - set(tags) <= allowed:
-            raise self._wrong(f"it has an object with the keys {', '.join(map(_shown, node))}, which is no kind of value that is written")
+            raise self._wrong(f"it has an object with the keys {', '.join(map(_shown, node))}, which is not a known kind of value")
         try:
             return make(self, node, depth + 1)
         except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:  # binascii.Error is a ValueError
             if isinstance(error, CheckpointError):
                 raise
-            raise self._wrong(f"{tags[0]} does not hold what it should: {str(error)[:200]}") from None
+            raise self._wrong(f"{tags[0]} is malformed: {str(error)[:200]}") from None
 
     def _wrong(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._where} cannot be read: {why}. It was changed after it was written, or not written by slipstream.")
@@ -141,7 +142,7 @@ class _Rebuilder:
         pairs = [(self.value(key, depth + 1), self.value(item, depth + 1)) for key, item in node]
         _check_hashes([key for key, _ in pairs])
         if any(isinstance(key, torch.Tensor) for key, _ in pairs) or len(dict(pairs)) != len(pairs):
-            raise ValueError("a key is a tensor, or is there twice")
+            raise ValueError("a key is a tensor or occurs twice")
         return pairs
 
     def to_ordered(self, node: Any, depth: int) -> Any:
@@ -153,13 +154,13 @@ class _Rebuilder:
     def to_default(self, node: Any, depth: int) -> Any:
         factory, pairs = node["$defaultdict"]
         if factory is not None and type(factory) is not str or factory not in _FACTORIES:
-            raise ValueError(f"{_shown(factory)} makes no values")
+            raise ValueError(f"{_shown(factory)} is not a known factory")
         return defaultdict(_FACTORIES[factory], self.pairs(pairs, depth))
 
     def to_deque(self, node: Any, depth: int) -> Any:
         longest, items = node["$deque"]
         if longest is not None and type(longest) is not int or (longest is not None and len(items) > longest):
-            raise ValueError(f"{_shown(longest)} is no greatest length of it")
+            raise ValueError(f"{_shown(longest)} is not a valid maxlen")
         return deque(self.items(items, depth), longest)
 
     def to_set(self, node: Any, depth: int) -> Any:
@@ -168,46 +169,46 @@ class _Rebuilder:
         _check_hashes(items)
         made = set(items) if name == "$set" else frozenset(items)
         if len(made) != len(items) or any(isinstance(item, torch.Tensor) for item in items):
-            raise ValueError("an element is a tensor, or is there twice")
+            raise ValueError("an element is a tensor or occurs twice")
         return made
 
     def to_integer(self, node: Any, depth: int) -> Any:
         text = node["$int"]
         if type(text) is not str or hex(made := int(text, 16)) != text:
-            raise ValueError("it is no integer in base 16")
+            raise ValueError("it is not a hexadecimal integer")
         return made
 
     def to_float(self, node: Any, depth: int) -> Any:
         if node["$float"] not in _FLOATS:
-            raise ValueError(f"{_shown(node['$float'])} is none of nan, inf, -inf")
+            raise ValueError(f"{_shown(node['$float'])} is not nan, inf or -inf")
         return float(node["$float"])
 
     def to_complex(self, node: Any, depth: int) -> Any:
         real, imaginary = self.items(node["$complex"], depth)
         if type(real) is not float or type(imaginary) is not float:
-            raise ValueError("two numbers with a decimal point are expected")
+            raise ValueError("two floats are expected")
         return complex(real, imaginary)
 
     def to_dtype(self, node: Any, depth: int) -> Any:
         if type(node["$dtype"]) is not str or node["$dtype"] not in _DTYPES:
-            raise ValueError(f"{_shown(node['$dtype'])} is no type of elements")
+            raise ValueError(f"{_shown(node['$dtype'])} is not a dtype")
         return _DTYPES[node["$dtype"]]
 
     def to_device(self, node: Any, depth: int) -> Any:
         if type(node["$device"]) is not str:
-            raise ValueError(f"{_shown(node['$device'])} is no device")
+            raise ValueError(f"{_shown(node['$device'])} is not a device")
         return torch.device(node["$device"])
 
     def _tensor_named(self, name: Any) -> torch.Tensor:
         found = self._tensors.get(name) if type(name) is str else None
         if found is None:
             raise CheckpointError(
-                f"{self._where} refers to a tensor {_shown(name)} that is not in it; it was changed after it was written, or is not whole."
+                f"{self._where} refers to a tensor {_shown(name)} that is not in it; it was changed after it was written, or is incomplete."
             )
         return found
 
     def to_tensor(self, node: Any, depth: int) -> Any:
-        """Return the tensor itself, or what was made of it; two places that say the same get the same object."""
+        """Return the tensor, converted if needed; equal references get the same object."""
         stored = self._tensor_named(node["$tensor"])
         identity = repr(sorted(node.items()))
         if identity not in self._made:
@@ -216,11 +217,11 @@ class _Rebuilder:
 
     def _tensor_as(self, node: Any, stored: torch.Tensor) -> torch.Tensor:
         if ("dtype" in node) is not ("shape" in node):
-            raise ValueError("a type needs a shape beside it")
+            raise ValueError("a dtype without a shape")
         made = unpack_bytes(stored, str(node["dtype"]), _sizes(node["shape"])) if "dtype" in node else stored
         parameter, wants_grad = node.get("parameter"), node.get("requires_grad", False)
         if type(wants_grad) is not bool or (parameter is not None and (type(parameter) is not bool or wants_grad)):
-            raise ValueError("parameter and requires_grad are true or false, and not both are given")
+            raise ValueError("parameter and requires_grad must be booleans, and not both given")
         if parameter is not None:
             return torch.nn.Parameter(made.detach(), requires_grad=parameter)
         return made.detach().requires_grad_() if wants_grad else made
@@ -238,7 +239,7 @@ class _Rebuilder:
     def to_numbers(self, node: Any, depth: int) -> Any:
         stored = self._tensor_named(node["$numbers"])
         if stored.dim() != 1 or stored.dtype not in (torch.int64, torch.float64):
-            raise ValueError(f"{stored.dtype} with {stored.dim()} dimensions is no list of numbers")
+            raise ValueError(f"{stored.dtype} with {stored.dim()} dimensions is not a list of numbers")
         return stored.tolist()
 
     def to_scalar(self, node: Any, depth: int) -> Any:
@@ -246,10 +247,10 @@ class _Rebuilder:
         dtype = _numpy_dtype(name)
         if type(held) is bytes:
             if len(held) != dtype.itemsize:
-                raise ValueError(f"{len(held)} bytes are not one {dtype}")
+                raise ValueError(f"{len(held)} bytes are not a {dtype}")
             return numpy.frombuffer(held, dtype=dtype)[0] if held else dtype.type()
         if type(held) not in _HELD.get(dtype.kind, ()):
-            raise ValueError(f"{_shown(held)} is no {dtype}")
+            raise ValueError(f"{_shown(held)} is not a {dtype}")
         return dtype.type(held)
 
 
@@ -287,35 +288,30 @@ _BESIDE: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "$ordered": frozenset({"metadata"}),
     }
 )
-"""Keys that may stand beside a tag."""
+"""Keys that may accompany a tag."""
 
 
 def _check_hashes(keys: list[Any]) -> None:
-    """Raise for keys that were chosen to have one hash, which make a dict take forever; a few meet by chance."""
+    """Raise for keys that were chosen to collide, which makes building a dict take forever; a few collide by chance."""
     if len(keys) > _MANY and len(keys) - len({hash(key) for key in keys}) > _MANY:
-        raise ValueError("its keys were made to collide")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        raise ValueError("its keys were chosen to collide")
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
     if type(node) is not list or len(node) > 64 or not all(type(size) is int and 0 <= size < 2**62 for size in node):
-        raise ValueError(f"{_shown(node)} is no shape")
+        raise ValueError(f"{_shown(node)} is not a shape")
     return tuple(node)
 
 
 def _from_base64(text: Any) -> bytes:
     if type(text) is not str:
-        raise ValueError(f"{_shown(text)} is no text")
+        raise ValueError(f"{_shown(text)} is not a string")
     return base64.b64decode(text, validate=True)
 
 
 def _numpy_dtype(name: Any) -> numpy.dtype[Any]:
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"{_shown(name)} is no type of elements")
+        raise ValueError(f"{_shown(name)} is not a dtype")
     return numpy.dtype(name)
 
 
@@ -324,5 +320,5 @@ def _array(stored: torch.Tensor, dtype: numpy.dtype[Any], shape: tuple[int, ...]
         return numpy.ndarray(shape, dtype=dtype)
     flat = stored.clone().numpy()
     if dtype.kind == "U" and int(flat.view(f"{dtype.str[0]}u4").max()) > _LARGEST_CHARACTER:
-        raise ValueError("it holds characters that there are not")
+        raise ValueError("it has invalid characters")
     return flat.view(dtype).reshape(shape)

@@ -28,7 +28,7 @@ __all__ = [
     "RNG_STATE_NAME", "RankFile", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
     "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
     "checkpoint_number", "open_listed_file", "parse_manifest", "pending_rank_files", "rank_file_prefix", "rank_files", "rank_marker",
-    "rank_markers", "read_manifest", "read_manifest_or_none", "split_stamp", "unfinished_rank_files",
+    "rank_markers", "read_manifest", "read_manifest_or_none", "shorten_repr", "split_stamp", "unfinished_rank_files",
     "FSDP_MODEL_NAME",
 ]
 
@@ -178,8 +178,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     version = body.get("version")
     if version != VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{where} has version {_shown(version)} of the checkpoint format, and this version of slipstream reads version {VERSION}. "
-            f"It was written by {_shown(body.get('written_by'))}: use that version, or a newer one."
+            f"{where} has version {shorten_repr(version)} of the checkpoint format, and this version of slipstream reads {VERSION}. "
+            f"It was written by {shorten_repr(body.get('written_by'))}: use that version, or a newer one."
         )
     checksum = body.get("checksum")
     blanked = data.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1) if isinstance(checksum, str) else data
@@ -237,9 +237,10 @@ def _missing_manifest_error(folder: Path) -> str:
     return f"{folder} is not a checkpoint, or its save did not finish: it has no {MANIFEST} (it contains {held})"
 
 
-def _shown(value: Any) -> str:
+def shorten_repr(value: Any, longest: int = 60) -> str:
+    """Return `repr(value)`, cut to a length that fits into a message."""
     text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _is_finite(value: float) -> bool:
@@ -294,19 +295,19 @@ class _ManifestReader:
     def _text(self, name: str) -> str:
         value = self._body.get(name)
         if not isinstance(value, str):
-            raise self._wrong(name, f"{_shown(value)} is not a string")
+            raise self._wrong(name, f"{shorten_repr(value)} is not a string")
         return value
 
     def _whole(self, name: str, value: Any, least: int = 0, most: int = _LARGEST_SIZE) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self._wrong(name, f"{_shown(value)} is not an integer from {least} to {most}")
+            raise self._wrong(name, f"{shorten_repr(value)} is not an integer from {least} to {most}")
         return value
 
     def _metric(self) -> float | None:
         value = self._body.get("metric")
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)):
             return value
-        raise self._wrong("metric", f"{_shown(value)} is not a finite number")
+        raise self._wrong("metric", f"{shorten_repr(value)} is not a finite number")
 
     def _list(self, name: str) -> list[Any]:
         value = self._body.get(name)
@@ -322,19 +323,19 @@ class _ManifestReader:
 
     def _entry(self, name: str, entry: Any) -> FileEntry:
         if not isinstance(entry, dict) or not isinstance(entry.get("checksum"), str):
-            raise self._wrong("files", f"{_shown(name)} has no checksum")
+            raise self._wrong("files", f"{shorten_repr(name)} has no checksum")
         return FileEntry(self._whole(f"size of {name}", entry.get("size")), entry["checksum"])
 
     def _part(self, where: str, name: Any) -> str:
         """Return the name of a listed file that nothing else uses."""
         if self._listed(where, name) in self._used:
-            raise self._wrong(where, f"{_shown(name)} is used twice")
+            raise self._wrong(where, f"{shorten_repr(name)} is used twice")
         self._used.add(name)
         return str(name)
 
     def _listed(self, where: str, name: Any) -> str:
         if not isinstance(name, str) or name not in self._files:
-            raise self._wrong(where, f"{_shown(name)} is not among its files")
+            raise self._wrong(where, f"{shorten_repr(name)} is not among its files")
         return name
 
     def _optional_part(self, where: str, name: Any) -> str | None:
@@ -363,7 +364,7 @@ class _ManifestReader:
 
     def _rank(self, rank: str, world: int) -> int:
         if not rank.isascii() or not rank.isdigit() or str(int(rank[:9])) != rank or int(rank) >= world:
-            raise self._wrong("ranks", f"{_shown(rank)} is not a rank of a run of {world} processes")
+            raise self._wrong("ranks", f"{shorten_repr(rank)} is not a rank of a run of {world} processes")
         return int(rank)
 
 

@@ -1,9 +1,8 @@
 """Weights without a training state: `save_model`, `load_weights`, and `merge_weights` of many files into one.
 
-Files are written under temporary names and renamed when all of them are on the disk; files that were there before stay until then.
-Loading checks that everything fits before a tensor of the model changes, and maps the files instead of reading them. Merging copies chunk
-by chunk, and removes the sources only if asked and after the result was read back and verified. No pickle is written unless it is asked
-for, and none is run.
+Files are written under temporary names and renamed when all of them are on the disk; earlier files stay until then. Loading checks that
+everything fits before a tensor of the model changes, and maps the files instead of reading them. Merging copies in chunks, and removes the
+sources only on request and after the result was read back and verified. Pickle is written only on request, and never run.
 """
 
 from __future__ import annotations
@@ -79,27 +78,26 @@ def save_model(
     if not isinstance(state, Mapping):
         raise ConfigError(f"save_model was given a {type(model).__qualname__}. Pass a torch.nn.Module, or its state_dict().")
     weights = split_state_dict(state, f"the weights of {type(model).__name__}")
-    weights.extra.pop(METADATA, None)  # versions of layers matter for going on with a run; files that are passed on have none
+    weights.extra.pop(METADATA, None)  # layer versions matter for resuming a run only
     total = sum(tensor.nbytes for tensor in weights.tensors.values())
     with AtomicFiles(folder, disk or Disk()) as files, bar(total, "saving", "B") as shown:
         names = _add_safe(files, weights, largest, shown) if safe_serialization else _add_torch(files, weights, state, largest, shown)
         base = SAFE_MODEL_NAME if safe_serialization else MODEL_NAME
         if any(re.search(_SHARD, name) and (folder / name).exists() for name in names):
-            files.remove(
-                [name for name in _stale_files(folder, base, ()) if name.endswith(".index.json")]
-            )  # else it would cover old and new
+            # Otherwise the old index would list a mixture of old and new files.
+            files.remove([name for name in _stale_files(folder, base, ()) if name.endswith(".index.json")])
         files.place()
         files.remove(_stale_files(folder, base, names))
     if not safe_serialization and (folder / SAFE_WEIGHTS_NAME).exists():
-        get_logger(__name__).warning(f"{folder / SAFE_WEIGHTS_NAME} of an earlier save is there too, and is what will be read first.")
+        get_logger(__name__).warning(f"{folder / SAFE_WEIGHTS_NAME} of an earlier save is also there, and takes precedence when loading.")
 
 
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"save_directory={str(folder)!r} is a file. Write the path of a folder; it is made if it is not there.")
+        raise ConfigError(f"save_directory={str(folder)!r} is a file. Pass the path of a folder; it is created if needed.")
     if (folder / MANIFEST).exists():
         raise ConfigError(
-            f"save_directory={str(folder)!r} is a checkpoint of save_state, whose files are not to be changed. Write to another folder."
+            f"save_directory={str(folder)!r} is a checkpoint of save_state, which must not be changed. Use another folder."
         )
 
 
@@ -116,7 +114,7 @@ def _add_safe(files: AtomicFiles, weights: Weights, largest: int, shown: Progres
 
 
 def _add_torch(files: AtomicFiles, weights: Weights, state: Mapping[str, Any], largest: int, shown: ProgressBar) -> set[str]:
-    """Write the format of torch.save. Tied weights stand in the file of the weight that they are tied to: there they cost nothing."""
+    """Write torch.save files. Tied weights are in one file, where they are stored once."""
     groups = plan_shards(weights.tensors, largest)
     names = shard_names(MODEL_NAME, len(groups), "bin")
     others: dict[str, list[str]] = {}
@@ -141,7 +139,7 @@ def _add_torch(files: AtomicFiles, weights: Weights, state: Mapping[str, Any], l
 
 
 def _stale_files(folder: Path, base: str, new: Collection[str]) -> list[str]:
-    """Return files of an earlier save that are not part of this one; the index first, so that nothing points at what is gone."""
+    """Return files of an earlier save that are not part of this one; the index first, so that it never lists removed files."""
     suffix = "safetensors" if base == SAFE_MODEL_NAME else "bin"
     ours = re.compile(rf"{base}({_SHARD})?\.{suffix}(\.index\.json)?|{base}_extra\.(json|safetensors)", re.ASCII)
     old = [name for name in os.listdir(folder) if ours.fullmatch(name) and name not in new]
@@ -149,7 +147,7 @@ def _stale_files(folder: Path, base: str, new: Collection[str]) -> list[str]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict with every tensor once and contiguous, as the safetensors package wants them; warn of what is left out.
+    """Return the state dict with every tensor once and contiguous, as the safetensors package requires; warn about omitted names.
 
     >>> shared = torch.ones(2)
     >>> list(clean_state_dict_for_safetensors({"embed": shared, "head": shared}))
@@ -159,7 +157,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     weights.extra.pop(METADATA, None)
     if weights.aliases:
         pairs = ", ".join(f"{other} (is {kept})" for other, kept in list(weights.aliases.items())[:5])
-        get_logger(__name__).warning(f"{len(weights.aliases)} names of tied weights are left out: {pairs}. Tie them again after loading.")
+        get_logger(__name__).warning(f"{len(weights.aliases)} names of tied weights are omitted: {pairs}. Tie them again after loading.")
     kept = {**weights.tensors, **weights.extra}
     return {name: value.contiguous() if isinstance(value := kept[name], torch.Tensor) else value for name in state_dict if name in kept}
 
@@ -189,14 +187,14 @@ def load_weights(
         raise ConfigError(f"load_checkpoint_in_model was given a {type(model).__qualname__}. Pass a torch.nn.Module.")
     wanted = parse_dtype(dtype)
     if keep_in_fp32_modules is not None and (wanted is None or isinstance(keep_in_fp32_modules, str)):
-        raise ConfigError(f"keep_in_fp32_modules={keep_in_fp32_modules!r} is a list of names of modules, and needs dtype beside it.")
+        raise ConfigError(f"keep_in_fp32_modules={keep_in_fp32_modules!r} must be a list of module names, together with dtype.")
     path = check_local_path(checkpoint, "checkpoint")
     with waiting(f"loading {path.name}"):
         return _load(unwrap_module(model), find_weights(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
 
 
 def parse_dtype(given: Any) -> torch.dtype | None:
-    """Return a floating point type from its name, or as torch has it.
+    """Return a floating-point dtype from its name.
 
     >>> parse_dtype("bfloat16")
     torch.bfloat16
@@ -205,7 +203,7 @@ def parse_dtype(given: Any) -> torch.dtype | None:
     found = known.get(given.removeprefix("torch.")) if isinstance(given, str) else given
     if given is not None and found not in known.values():
         raise ConfigError(
-            f"dtype={given!r} is no floating point type. Write one of {', '.join(list(known)[:4])}, as text or as torch has it."
+            f"dtype={given!r} is not a floating-point type. Pass one of {', '.join(list(known)[:4])}, as a string or a torch.dtype."
         )
     return found
 
@@ -213,7 +211,7 @@ def parse_dtype(given: Any) -> torch.dtype | None:
 def _load(
     model: torch.nn.Module, source: WeightSource, where: str, dtype: torch.dtype | None, keep: tuple[str, ...], *, strict: bool
 ) -> LoadReport:
-    """Read all headers, check the fit, then load the values: file by file, or at once if the model looks at several."""
+    """Read all headers, check the fit, then load: file by file, or all at once if loading depends on several files."""
     forms: dict[str, torch.Tensor] = {}
     aliases = dict(source.aliases)
     homes: dict[str, str] = {}
@@ -232,7 +230,7 @@ def _load(
     if dtype is not None:
         cast_weights(model, {report.renamed.get(name, name) for name in (*forms, *aliases)}, dtype, keep)
     together = len(source.files) == 1 or may_rename_keys(model) or _aliases_in_other_files(tied_names(model), homes, report)
-    if not together and METADATA not in extra:  # a layer that gets part of its weights is not to take them for those of an old version
+    if not together and METADATA not in extra:  # else a layer with part of its weights would assume an old version
         extra[METADATA] = getattr(model.state_dict(), METADATA, None)
     for names in [source.files] if together else [(name,) for name in source.files]:
         tensors = {key: tensor for name in names for key, tensor in source.open(name, verify=False).tensors.items()}
@@ -242,20 +240,20 @@ def _load(
 
 
 def _aliases_in_other_files(tied: Mapping[str, Collection[str]], homes: Mapping[str, str], report: LoadReport) -> bool:
-    """Whether values for names of one weight lie in different files, where only all of them together show whether they agree."""
+    """Whether names of a tied weight are in different files, so that only loading all at once can compare them."""
     place = {report.renamed.get(name, name): file for name, file in homes.items()}
     return any(name in place and other in place and place[name] != place[other] for name, others in tied.items() for other in others)
 
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes are done, of how many."""
+"""Called with the number of bytes done and in total."""
 
 _CHUNK_SIZE: Final = 4 << 20
 
 
 @dataclass(frozen=True)
 class _CopiedTensor:
-    """A tensor that will be copied: from which file, and from where in it (None: the file has to be asked)."""
+    """A tensor to copy: its file, and its span there (None: read it through the opened file)."""
 
     name: str
     file: str
@@ -275,9 +273,9 @@ def merge_weights(
 ) -> Path:
     """Write the weights in a folder (or those of an index, or of a folder of torch.distributed.checkpoint) as one file; return its path.
 
-    `output` is a folder, in which the file is `model.safetensors`, or the path of a file. `remove` deletes the files that were merged,
-    once the new one has been verified. With `safe_serialization=False` the file is `pytorch_model.bin`, by `torch.save`. `progress` is told
-    how far it is, in the place of a bar.
+    `output` is a folder, in which the file is `model.safetensors`, or the path of a file. `remove` deletes the merged files
+    after the new one was verified. With `safe_serialization=False` the file is `pytorch_model.bin`, by `torch.save`. `progress` replaces
+    the progress bar.
 
     >>> import tempfile
     >>> from slipstream.checkpoint.model_io import save_model
@@ -312,7 +310,7 @@ def _target(output: Path, safe_serialization: bool) -> Path:
         return output
     if output.exists():
         raise ConfigError(
-            f"output={str(output)!r} is a file that does not end in {Path(name).suffix}. Write a folder, or a file that does."
+            f"output={str(output)!r} is a file that does not end in {Path(name).suffix}. Pass a folder, or a file that does."
         )
     if output.suffix in (".safetensors", ".bin"):
         raise ConfigError(f"output={str(output)!r} does not fit safe_serialization={safe_serialization}: that writes {Path(name).suffix}.")
@@ -322,20 +320,20 @@ def _target(output: Path, safe_serialization: bool) -> Path:
 def _check(source: WeightSource, target: Path, *, remove: bool) -> None:
     sources = [source.folder / name for name in source.stored_files()]
     if target.exists() and any(source.exists() and source.samefile(target) for source in sources):
-        raise ConfigError(f"output={str(target)!r} is one of the files that would be merged. Write to another folder.")
+        raise ConfigError(f"output={str(target)!r} is one of the files to merge. Write to another folder.")
     if (target.parent / MANIFEST).exists():
-        raise ConfigError(f"{target.parent} is a checkpoint of save_state, whose files are not to be changed. Write to another folder.")
+        raise ConfigError(f"{target.parent} is a checkpoint of save_state, which must not be changed. Use another folder.")
     if remove and (source.entries or source.links_within):
         what = "a checkpoint of save_state" if source.entries else "a cache of downloads"
         raise ConfigError(
-            f"{source.folder} is {what}, of which no files are removed. Merge without removing, or delete the folder yourself."
+            f"{source.folder} is {what}, whose files are not removed. Merge without removing, or delete the folder yourself."
         )
 
 
 def _merge(files: AtomicFiles, source: WeightSource, target: Path, progress: Progress) -> str:
     tensors, aliases = _contents(source)
-    told = {other: kept for other, kept in aliases.items() if other != "format"}
-    header, layout = plan_layout([(tensor.name, DTYPES[tensor.dtype], tensor.shape) for tensor in tensors], {"format": "pt", **told})
+    metadata = {"format": "pt", **{other: kept for other, kept in aliases.items() if other != "format"}}
+    header, layout = plan_layout([(tensor.name, DTYPES[tensor.dtype], tensor.shape) for tensor in tensors], metadata)
     checksum = files.add(target.name, _merged_chunks(source, tensors, header, layout.size, progress), layout.size).checksum
     if source.dcp is not None and (extra := source.read_extra()):
         write_part(files.add, f"{target.name.partition('.')[0]}_extra", extra, "the state dict")
@@ -346,7 +344,7 @@ def _merge(files: AtomicFiles, source: WeightSource, target: Path, progress: Pro
 
 
 def _contents(source: WeightSource) -> tuple[list[_CopiedTensor], dict[str, str]]:
-    """Return all tensors in the order of a file (`file_order_key`), and the other names of tied ones."""
+    """Return all tensors in the order of a file (`file_order_key`), and the aliases of tied ones."""
     found: dict[str, _CopiedTensor] = {}
     aliases = dict(source.aliases)
     for name, file in zip(source.files, source.each(), strict=True):
@@ -354,7 +352,7 @@ def _contents(source: WeightSource) -> tuple[list[_CopiedTensor], dict[str, str]
         kept = (file.forms or file.tensors) if weights is None else weights.tensors
         aliases |= file.aliases if weights is None else weights.aliases
         if weights is not None and weights.extra:
-            raise CheckpointError(f"{file.where} has {next(iter(weights.extra))!r}, whose type of elements a safetensors file cannot hold.")
+            raise CheckpointError(f"{file.where} has {next(iter(weights.extra))!r}, whose dtype safetensors does not support.")
         for key, tensor in kept.items():
             if key in found:
                 raise CheckpointError(
@@ -413,7 +411,7 @@ def _chunk_bytes(held: Any, name: str) -> Iterator[memoryview]:
 
 
 def _all_weights(source: WeightSource) -> Mapping[str, Any]:
-    """Return all weights under all their names; the files stay mapped, so they take no memory."""
+    """Return all weights under all their names, as views of the mapped files."""
     aliases = dict(source.aliases)
     state: dict[str, Any] = {}
     for file in source.each():
@@ -424,13 +422,13 @@ def _all_weights(source: WeightSource) -> Mapping[str, Any]:
 
 def _remove(source: WeightSource, target: Path, checksum: str, disk: Disk) -> None:
     if disk.sync_file(target).checksum != checksum:
-        raise CheckpointError(f"{target} is not what was written: the disk may be failing. Nothing was removed from {source.folder}.")
+        raise CheckpointError(f"{target} differs from what was written: the disk may be failing. Nothing was removed from {source.folder}.")
     merged = [name for name in (source.index, *source.stored_files(), source.extra) if name is not None]
     try:
         for name in merged:
             if not (source.folder / name).samefile(target):
                 disk.remove(source.folder / name)
-        with suppress(OSError):  # something else is in it, and stays
+        with suppress(OSError):  # other files in it stay
             disk.remove_folder(source.folder)
     except OSError as error:
-        raise CheckpointError(f"{target} is whole, but what it was merged from could not be removed: {error}.") from error
+        raise CheckpointError(f"{target} is complete, but the merged files could not be removed: {error}.") from error

@@ -1,8 +1,8 @@
-"""One object in one file: `save` writes any plain state without pickle, `load` reads it and what `torch.save` wrote.
+"""One object in one file: `save` writes any plain state without pickle; `load` reads it and files of `torch.save`.
 
 The file is safetensors with all other values in its metadata, or JSON if there is no tensor; a mapping of names to tensors is an ordinary
-safetensors file. It is written under a temporary name and renamed when it is on the disk. `load` looks at the content, not at the suffix,
-and runs nothing in a file unless `weights_only=False`.
+safetensors file. It is written under a temporary name and renamed when it is on the disk. `load` goes by the content, not the suffix, and
+runs nothing in a file unless `weights_only=False`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def save(
     {'step': 3, 'mean': tensor([0., 0.])}
     """
     if not isinstance(safe_serialization, (bool, type(None))):
-        raise ConfigError(f"safe_serialization={safe_serialization!r} is True, False, or left out.")
+        raise ConfigError(f"safe_serialization={safe_serialization!r}: pass True or False, or leave it out.")
     process = _process()
     if not (process.is_local_main if save_on_each_node else process.is_main):
         return
@@ -65,9 +65,9 @@ def save(
         return
     path = check_local_path(f, "f")
     if path.is_dir():
-        raise ConfigError(f"f={str(path)!r} is a folder. Write the path of a file in it.")
+        raise ConfigError(f"f={str(path)!r} is a folder. Pass the path of a file in it.")
     if path.is_file():
-        path = Path(os.path.realpath(path))  # a link stays one: what it leads to is replaced, as if it had been written to
+        path = Path(os.path.realpath(path))  # a link stays a link; its target is replaced
     with AtomicFiles(path.parent, disk or Disk()) as files:
         if safe_serialization is False:
             files.adopt(path.name, lambda beside: torch.save(obj, beside))
@@ -81,7 +81,7 @@ def _warn_about_suffix(path: Path, safe_serialization: bool | None) -> None:
     if path.suffix in _TORCH_SUFFIXES and safe_serialization is None:
         get_logger(__name__).warning(
             f"{path} is written without pickle, as safetensors or JSON: slipstream.utils.load reads it, torch.load does not. "
-            "Pass safe_serialization=False for torch.save's format, or True to have it like this without a warning."
+            "Pass safe_serialization=False for torch.save's format, or True for this one without a warning."
         )
 
 
@@ -96,7 +96,7 @@ def _write_to(file: Any, obj: Any, safe_serialization: bool | None) -> None:
 
 def _check_binary(file: Any, mode: str) -> None:
     if isinstance(file, io.TextIOBase):
-        raise ConfigError(f"f is open for text, and these are bytes. Open it with open(path, {mode!r}), or pass its path.")
+        raise ConfigError(f"f is a text file. Open it in binary mode, open(path, {mode!r}), or pass its path.")
 
 
 def _process() -> Process:
@@ -105,18 +105,17 @@ def _process() -> Process:
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
-    """Return what a file holds that `save`, `torch.save` or the safetensors package wrote.
+    """Return the content of a file of `save`, `torch.save` or the safetensors package.
 
-    Tensors come to the CPU, each in memory of its own, or to the device `map_location`. A file of `torch.save` is read as data; with
-    `weights_only=False` it is unpickled, which runs what it says: only for files that you trust. Other keywords are those of `torch.load`,
-    for its files.
+    Tensors are loaded to the CPU, each in its own memory, or to the device `map_location`. A file of `torch.save` is read as data; with
+    `weights_only=False` it is unpickled, which runs code in it: only for files that you trust. Other keywords are passed to `torch.load`.
 
     >>> load(io.BytesIO(b'{"step": 3}'))
     {'step': 3}
     """
     weights_only = kwargs.pop("weights_only", True)
     if not isinstance(weights_only, bool):
-        raise ConfigError(f"weights_only={weights_only!r} is True or False.")
+        raise ConfigError(f"weights_only={weights_only!r}: pass True or False.")
     _check_device(map_location)
     where, content = _read(f)
     if isinstance(content, LoadedTensorFile):
@@ -124,7 +123,7 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     buffer = memoryview(content)
     if is_torch_file(buffer):
         if kwargs.pop("mmap", None):
-            raise ConfigError(f"mmap=True cannot be had here: {where} is read as a whole. Leave it out, or call torch.load.")
+            raise ConfigError(f"mmap=True is not supported: {where} is read as a whole. Leave it out, or call torch.load.")
         if weights_only:
             remedy = "If you trust whoever wrote it, pass weights_only=False."
             return read_torch_file(buffer, where, remedy, map_location=map_location, **kwargs)
@@ -134,7 +133,7 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
         return read_file(buffer, where, device)
     if bytes(buffer[:1]) not in _JSON_BEGINS:
         what = "is empty" if not buffer else "is neither safetensors, nor a file of torch.save, nor JSON"
-        raise CheckpointError(f"{where} {what}: it is damaged, or another file was meant.")
+        raise CheckpointError(f"{where} {what}: it is damaged, or the wrong file.")
     return read_part("object.json", buffer, where)
 
 
@@ -145,7 +144,7 @@ def _read(f: Any) -> tuple[str, FileContent]:
     path = check_local_path(f, "f")
     if not path.exists():
         raise CheckpointError(f"There is no file {path}.")
-    real = Path(os.path.realpath(path))  # the user has named it, so a link may lead anywhere
+    real = Path(os.path.realpath(path))  # a link that the user names may lead anywhere
     with ConfinedFolder(real.parent) as folder:
         fd = folder.open(real.name)
     try:
@@ -160,22 +159,22 @@ def _check_device(map_location: Any) -> None:
     if isinstance(map_location, (str, torch.device)):
         try:
             torch.empty(0, device=map_location)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch uses all three for a device that it cannot have
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises any of these for a missing device
             why = (str(error).splitlines() or [""])[0]
             raise ConfigError(
-                f"map_location={str(map_location)!r} cannot be used here: {why[:200]}. Write 'cpu', or leave it out."
+                f"map_location={str(map_location)!r} cannot be used here: {why[:200]}. Pass 'cpu', or leave it out."
             ) from error
 
 
 def _device(map_location: Any, where: str, options: Mapping[str, Any]) -> torch.device | None:
-    """Return where the tensors of a file go that torch.load does not read; its options are refused."""
+    """Return the device for tensors of a file that torch.load does not read; options of torch.load are an error."""
     if options:
-        raise ConfigError(f"{', '.join(options)} means something to torch.load, and {where} is no file of torch.save. Leave it out.")
+        raise ConfigError(f"{', '.join(options)}: only for files of torch.save, which {where} is not. Leave it out.")
     if map_location is None:
         return None
     try:
         return torch.device(map_location)
     except (TypeError, RuntimeError):
         raise ConfigError(
-            f"map_location={map_location!r} is no device, and {where} says nothing of devices. Write one, such as 'cpu'."
+            f"map_location={map_location!r} is not a device, and {where} does not store devices. Pass one, such as 'cpu'."
         ) from None

@@ -61,11 +61,11 @@ _ARRAY_KIND = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)", re.ASCII)
 
 @dataclass(frozen=True)
 class TorchFileValues:
-    """What a file holds."""
+    """The content of a torch.save file."""
 
     value: Any
     unknown: tuple[str, ...]
-    """Classes and functions that the file names and that are not built here; empty if all of it is data."""
+    """Classes and functions in the file that are not built here; empty if it is only data."""
     make_owned: Callable[[], Any] = field(default=lambda: None, repr=False)
 
     def owned(self) -> Any:
@@ -77,7 +77,7 @@ def read_values(data: memoryview, where: str) -> TorchFileValues:
     """Return the values in the bytes of a file that torch.save wrote. Tensors share the memory if it is writable and aligned."""
     archive = read_archive(data, where)
     if "byteorder" in archive.spans and bytes(archive.entry("byteorder")) != b"little":
-        raise CheckpointError(f"{where} was written on a machine with another order of bytes; save it again on one that is little-endian")
+        raise CheckpointError(f"{where} was written on a big-endian machine; save it again on a little-endian one")
     records = disassemble(bytes(archive.entry("data.pkl")), where)
     builder = _Builder(archive, where, _shared)
     value, _ = builder.build(records, 0)
@@ -85,7 +85,7 @@ def read_values(data: memoryview, where: str) -> TorchFileValues:
 
 
 def _shared(data: memoryview) -> torch.Tensor:
-    """Return bytes as a tensor that shares their memory, where it can."""
+    """Return bytes as a tensor that shares their memory if possible."""
     if data.readonly or not data:
         return tensor_from_bytes(data, torch.uint8, (len(data),))
     raw = torch.frombuffer(data, dtype=torch.uint8)
@@ -93,14 +93,14 @@ def _shared(data: memoryview) -> torch.Tensor:
 
 
 def _moved(data: memoryview) -> torch.Tensor:
-    """Return bytes as a tensor with memory of its own, and release theirs."""
+    """Return a copy of bytes as a tensor, and release their memory."""
     made = tensor_from_bytes(data, torch.uint8, (len(data),))
     release_memory(data)
     return made
 
 
 class _Builder:
-    """Makes values of records; what is shared in the file is shared in the values."""
+    """Builds values from records; values that are shared in the file stay shared."""
 
     def __init__(self, archive: Archive, where: str, storage: Callable[[memoryview], torch.Tensor]) -> None:
         self.where = where
@@ -112,17 +112,17 @@ class _Builder:
         self._storages: dict[str, torch.Tensor] = {}
 
     def wrong(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.where} is damaged, or was made to deceive: {why}. Use another copy of the checkpoint.")
+        return CheckpointError(f"{self.where} is damaged or malicious: {why}. Use another copy of the checkpoint.")
 
     def build(self, record: Any, depth: int) -> tuple[Any, int]:
-        """Return a value, and how many values it is when shared ones are written out: few bytes can share their way to billions."""
+        """Return a value and its size with shared values counted each time: a few bytes can share their way to billions."""
         if type(record) in _PLAIN:
             return record, 1
-        key = id(record)  # the tree of records lives as long as this object is used
+        key = id(record)  # records stay alive as long as this object
         if key in self._made:
             return self._made[key]
         if key in self._making or depth > _DEEPEST:
-            raise NotPlainError(f"{self.where} holds something that contains itself, or is nested deeper than {_DEEPEST}")
+            raise NotPlainError(f"{self.where} has a value that contains itself or is nested deeper than {_DEEPEST}")
         self._making.add(key)
         made = self._made[key] = self._make(record, depth + 1)
         self._making.discard(key)
@@ -142,7 +142,7 @@ class _Builder:
             return (tuple(values) if type(record) is tuple else values), weight
         if record.path == STORAGE:
             return record, 1
-        # A name among the arguments is part of the call, which is known or not as a whole.
+        # A name among the arguments is part of the call.
         named = [type(argument) is PickledName and argument.path not in _ELEMENTS for argument in record.arguments]
         built, weight = self._several([None if name else argument for argument, name in zip(record.arguments, named, strict=True)], depth)
         arguments = tuple(raw if name else entry for raw, entry, name in zip(record.arguments, built, named, strict=True))
@@ -152,7 +152,7 @@ class _Builder:
         kind = _BUILDERS.get(record.path)
         try:
             made = NotImplemented if kind is None else kind(self, call)
-        except (TypeError, ValueError, OverflowError) as problem:  # parts of a kind that no real file has
+        except (TypeError, ValueError, OverflowError) as problem:  # arguments that no real file has
             raise self.wrong(f"{record.path} cannot be made ({type(problem).__name__}: {problem!s:.200})") from None
         if made is NotImplemented:
             self.unknown.add(record.path)
@@ -163,13 +163,13 @@ class _Builder:
         built = [self.build(record, depth) for record in records]
         return [value for value, _ in built], 1 + sum(weight for _, weight in built)
 
-    # -- what mappings and sets are made of
+    # -- mappings and sets
 
     def checked_keys(self, keys: list[Any]) -> list[Any]:
-        """Return the same keys, if they are plain and were not chosen to have one hash, which would take time without end."""
+        """Return the keys if they are plain and were not chosen to collide, which would take forever."""
         seen: dict[int, int] = {}
         for key in keys:
-            if type(key) is str:  # the hash of a text is different in every process
+            if type(key) is str:  # hashes of strings differ in every process
                 continue
             self._check_key(key, 0)
             number = hash(key)
@@ -185,22 +185,22 @@ class _Builder:
         elif type(key) not in _KEYS:
             kind = key.path if isinstance(key, (PickledCall, PickledName)) else type(key).__name__
             raise NotPlainError(
-                f"{self.where} has something of {kind:.80} as key of a mapping or member of a set, which is not read as data"
+                f"{self.where} has a {kind:.80} as a key of a mapping or member of a set, which is not read as data"
             )
 
     def mapping(self, pairs: Any) -> dict[Any, Any]:
         if not all(type(pair) is tuple and len(pair) == 2 for pair in pairs):
-            raise self.wrong("a mapping has an item that is no key with a value")
+            raise self.wrong("a mapping has an item that is not a pair")
         self.checked_keys([key for key, _ in pairs])
         made = dict(pairs)
         if len(made) != len(pairs):
             raise self.wrong("a mapping has a key twice")
         return made
 
-    # -- what tensors are made of
+    # -- tensors
 
     def _storage(self, record: Any) -> tuple[torch.UntypedStorage, torch.dtype, int]:
-        """Return a storage, the type of its elements as the file says it, and how many bytes it has."""
+        """Return a storage, its dtype by the file, and its size in bytes."""
         fields = record.arguments if type(record) is PickledCall and record.path == STORAGE else None
         if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage" or type(fields[1]) is not PickledName:
             raise self.wrong("a tensor has no storage")
@@ -210,13 +210,13 @@ class _Builder:
             raise self.wrong(f"a storage of {fields[1].path:.80} cannot be read")
         start, end = self._archive.spans.get(f"data/{key}", (0, -1))
         if end - start != count * dtype.itemsize:
-            raise self.wrong(f"its storage {key!r:.80} should be {count} elements of {dtype}, and is {max(end - start, 0)} bytes")
+            raise self.wrong(f"its storage {key!r:.80} should be {count} elements of {dtype} and has {max(end - start, 0)} bytes")
         if key not in self._storages:
             self._storages[key] = self._make_storage(self._archive.data[start:end])
         return self._storages[key].untyped_storage(), dtype, end - start
 
     def tensor(self, stored: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a view of a storage that lies inside it and has no more elements than it."""
+        """Return a view of a storage that stays inside it and has no more elements."""
         storage, elements, size = self._storage(stored)
         dtype = dtype or elements
         shapes = type(shape) in (tuple, torch.Size) and type(strides) in (tuple, torch.Size) and len(shape) == len(strides) <= 64
@@ -226,15 +226,15 @@ class _Builder:
         last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) if count else 0
         if count > room > last >= 0:
             raise CheckpointError(
-                f"{self.where} has a tensor {shape!r:.80} that repeats the {room} elements of its storage, as expand() makes it. It is "
-                "not read, because a small file could ask for a lot of memory: save tensor.contiguous() instead."
+                f"{self.where} has a tensor {shape!r:.80} that repeats the {room} elements of its storage, as expand() does. It is "
+                "not read, because a small file could need a lot of memory: save tensor.contiguous() instead."
             )
         if count > room or (count and last >= room) or offset > room:
             raise self.wrong(f"a tensor {shape!r:.80} with the strides {strides!r:.80} does not fit into its storage of {room} elements")
         return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(strides))
 
 
-# -- the kinds of values that are built: each takes a call whose parts are values already; NotImplemented where it is more than the kind
+# -- builders: each takes a call with built arguments, and returns NotImplemented for a form that it does not support
 
 
 def _encoded(builder: _Builder, call: PickledCall) -> Any:
@@ -243,7 +243,7 @@ def _encoded(builder: _Builder, call: PickledCall) -> Any:
             try:
                 return text.encode("latin1")
             except UnicodeEncodeError:
-                raise builder.wrong("bytes are written as a text that is none") from None
+                raise builder.wrong("bytes are stored as a string that is not latin-1") from None
     return NotImplemented
 
 
@@ -269,7 +269,7 @@ def _ordered(builder: _Builder, call: PickledCall) -> Any:
     if call.arguments or (call.state is not None and (type(call.state) is not dict or call.state.keys() - {"_metadata"})):
         return NotImplemented
     made = OrderedDict(builder.mapping(call.items))
-    if call.state:  # modules note the versions of their state there
+    if call.state:  # layer versions of a module's state dict
         made._metadata = call.state["_metadata"]  # type: ignore[attr-defined]
     return made
 
@@ -334,13 +334,13 @@ def _typed_tensor(builder: _Builder, call: PickledCall) -> Any:
 
 def _parameter(builder: _Builder, call: PickledCall) -> Any:
     match call.arguments:
-        case (torch.Tensor() as data, bool() as wants_gradient, hooks, *_) if _empty(hooks):  # attributes that scripts gave it stay behind
+        case (torch.Tensor() as data, bool() as wants_gradient, hooks, *_) if _empty(hooks):  # custom attributes are dropped
             return torch.nn.Parameter(data.detach(), requires_grad=wants_gradient and _differentiable(data))
     return NotImplemented
 
 
 def _tagged(builder: _Builder, call: PickledCall) -> Any:
-    """Return a tensor to which a script gave attributes: the tensor without them."""
+    """Return a tensor with custom attributes, without them."""
     match call.arguments:
         case (PickledName(path=path), PickledName(path=kind), tuple() as arguments, *_) if path in _TENSORS and kind in _TENSOR_CLASSES:
             made = _TENSORS[path](builder, PickledCall(path, arguments))
@@ -435,4 +435,4 @@ _BUILDERS: Final[Mapping[str, Callable[[_Builder, PickledCall], Any]]] = Mapping
         **{f"{module}.scalar": _array_scalar for module in _MULTIARRAYS},
     }
 )
-"""Every kind of value that is built, by the name of the function or class that a pickle gives for it."""
+"""The builders, by the name of the function or class in the pickle."""

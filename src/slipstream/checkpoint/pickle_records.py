@@ -19,7 +19,7 @@ from slipstream.errors import CheckpointError
 __all__ = ["DICT", "FROZENSET", "NotPlainError", "PickledCall", "PickledName", "SET", "STORAGE", "disassemble"]
 
 
-# What calls are named that the pickle makes by an instruction of its own.
+# Names of calls that the pickle makes by an instruction.
 DICT = "dict"
 SET = "set"
 FROZENSET = "frozenset"
@@ -31,25 +31,25 @@ _MARK: Final = object()
 
 
 class NotPlainError(CheckpointError):
-    """A pickle that goes beyond what is read as data; the real one would be needed."""
+    """A pickle with more than data; reading it would need to run it."""
 
 
 @dataclass(frozen=True)
 class PickledName:
-    """A name from a module, as the file spells it. It has not been looked up."""
+    """A name in a module, as the file gives it; it is never looked up."""
 
     path: str
 
 
 @dataclass(eq=False, slots=True)
 class PickledCall:
-    """What would have been called with what, and what would have been put into the result."""
+    """A call that the pickle would make, and the state and items that it would put into the result."""
 
     path: str
     arguments: Any = ()
     state: Any = None
     items: list[Any] = field(default_factory=list)
-    """Pairs for a mapping, members for a list or a set."""
+    """Pairs of a mapping, members of a list or set."""
 
 
 def disassemble(data: bytes, where: str, largest: int = _LARGEST) -> Any:
@@ -67,18 +67,18 @@ def disassemble(data: bytes, where: str, largest: int = _LARGEST) -> Any:
             if action is None:
                 raise NotPlainError(f"{where} uses the instruction {operation.name} of pickle, which is not read as data")
             action(machine, argument)
-    # A pickle that is no pickle ends in one of these: an empty stack, an unknown note, a number that is none.
+    # Damaged pickles end in one of these: an empty stack, an unknown memo entry, an invalid number.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as problem:
         raise CheckpointError(f"{where} is damaged: its pickle cannot be read ({type(problem).__name__}: {str(problem)[:200]})") from None
     return machine.result()
 
 
 class _PickleStack:
-    """The stack and the notes of the program that is read."""
+    """The stack and the memo of the pickle program."""
 
     def __init__(self, where: str, most_records: int) -> None:
         self.stack: list[Any] = []
-        self._notes: dict[int, Any] = {}
+        self._memo: dict[int, Any] = {}
         self._where = where
         self._records_left = most_records
 
@@ -115,11 +115,11 @@ class _PickleStack:
             raise ValueError("a mark where a value should be")
         return self.stack[-1]
 
-    def note(self, place: int | None = None) -> None:
-        self._notes[len(self._notes) if place is None else place] = self.top()
+    def memoize(self, place: int | None = None) -> None:
+        self._memo[len(self._memo) if place is None else place] = self.top()
 
-    def noted(self, place: int) -> None:
-        self.stack.append(self._notes[place])
+    def recall(self, place: int) -> None:
+        self.stack.append(self._memo[place])
 
     def extend(self, values: list[Any]) -> None:
         target = self.top()
@@ -137,7 +137,7 @@ class _PickleStack:
         target.items.extend(zip(values[::2], values[1::2], strict=True))
 
     def call(self, what: Any, arguments: Any) -> None:
-        # What is called may be the result of a call; that is nothing that could be known here.
+        # The callee may be the result of another call, which is unknown here.
         path = f"a {type(what).__name__}"
         if type(what) is PickledName or type(what) is PickledCall:
             path = what.path if type(what) is PickledName else f"the result of {what.path}"
@@ -217,13 +217,13 @@ _ACTIONS: Final[Mapping[str, Callable[[_PickleStack, Any], object]]] = MappingPr
         "POP": lambda machine, _: machine.stack.pop(),
         "POP_MARK": lambda machine, _: machine.since_mark(),
         "DUP": lambda machine, _: machine.push(machine.top()),
-        "PUT": lambda machine, place: machine.note(int(place)),
-        "BINPUT": lambda machine, place: machine.note(place),
-        "LONG_BINPUT": lambda machine, place: machine.note(place),
-        "MEMOIZE": lambda machine, _: machine.note(),
-        "GET": lambda machine, place: machine.noted(int(place)),
-        "BINGET": lambda machine, place: machine.noted(place),
-        "LONG_BINGET": lambda machine, place: machine.noted(place),
+        "PUT": lambda machine, place: machine.memoize(int(place)),
+        "BINPUT": lambda machine, place: machine.memoize(place),
+        "LONG_BINPUT": lambda machine, place: machine.memoize(place),
+        "MEMOIZE": lambda machine, _: machine.memoize(),
+        "GET": lambda machine, place: machine.recall(int(place)),
+        "BINGET": lambda machine, place: machine.recall(place),
+        "LONG_BINGET": lambda machine, place: machine.recall(place),
         "EMPTY_TUPLE": lambda machine, _: machine.push(()),
         "TUPLE": lambda machine, _: machine.push_record(tuple(machine.since_mark())),
         "TUPLE1": _tuple_of(1),
@@ -251,4 +251,4 @@ _ACTIONS: Final[Mapping[str, Callable[[_PickleStack, Any], object]]] = MappingPr
         "BINPERSID": _storage,
     }
 )
-"""What each instruction of pickle that is read does to the stack. Those that reach outside of the pickle are not here."""
+"""The effect of each supported pickle instruction on the stack. Instructions that reach outside the pickle are not supported."""

@@ -1,9 +1,9 @@
-"""States of objects as JSON and tensors, and back, exactly and without pickle.
+"""Serialize states of objects as JSON and tensors, exactly and without pickle.
 
-`flatten` splits a value into a JSON tree and the tensors in it by name. A state with tensors becomes one safetensors file whose metadata
-carry the tree under "tree"; a state without becomes one JSON file. Values that JSON cannot express are objects with one key that begins
-with "$", listed in `docs/checkpoint-format.md`. The value that comes back has the same types, key order and bits, and shared tensors are
-shared again. A value that cannot be stored is an error that says where in the state it is and what to store instead.
+`flatten` splits a value into a JSON tree and its tensors by name. A state with tensors becomes one safetensors file with the tree in its
+metadata; a state without becomes one JSON file. Values that JSON cannot express are objects with a key that begins with "$", listed in
+`docs/checkpoint-format.md`. `deserialize` returns the same types, key order and bits, and shared tensors are shared again. A value that
+cannot be stored is an error that says where in the state it is and what to store instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import numpy
 import torch
 
+from slipstream.checkpoint.manifest import shorten_repr as _shown
 from slipstream.checkpoint.sharded import is_sharded
 from slipstream.checkpoint.tensor_bytes import (
     BYTE_VIEWED_DTYPES,
@@ -43,7 +44,7 @@ _TREE: Final = "tree"
 _DEEPEST: Final = 60
 _LARGEST_INTEGER: Final = 2**63
 _LONG: Final = 4096
-"""Lists of so many numbers, such as the order of a data set, are kept as tensors."""
+"""Lists with at least so many numbers, such as the order of a dataset, are stored as tensors."""
 _LONGEST_NAME: Final = 1000
 _FACTORIES: Final[Mapping[Any, str | None]] = MappingProxyType(
     {None: None, **{entry: entry.__name__ for entry in (int, float, str, bool, bytes, list, dict, set, tuple)}}
@@ -54,15 +55,15 @@ _HALF_CHARACTER: Final = re.compile("[\\ud800-\\udfff]")
 _Result = TypeVar("_Result")
 _Node = Any
 _Place = tuple[Any, ...]
-"""Where a value stands: () or (place of what it is in, its key or number there)."""
+"""The path to a value: () or (path of its container, its key or index)."""
 _Maker = Callable[["_Flattener", Any, _Place, int], _Node]
 
 
 def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a tree that JSON can hold, and the tensors of the value by names that the tree refers to.
+    """Return a JSON tree and the tensors of the value, by the names that the tree refers to.
 
-    The tensors are those of the value, not copies, and come in the order of a file (`file_order_key`).
-    `where` begins the place that an error names. Tensors that are sharded over ranks are put into `sharded`; without it they are refused.
+    The tensors are those of the value, not copies, in the order of a file (`file_order_key`). `where` begins the path that an error
+    names. Sharded tensors are put into `sharded`; without it they are an error.
 
     >>> flatten({"step": 3, "ratio": (float("nan"), 0.5), "mean": torch.zeros(2)}, "the state")
     ({'step': 3, 'ratio': {'$tuple': [{'$float': 'nan'}, 0.5]}, 'mean': {'$tensor': 'mean'}}, {'mean': tensor([0., 0.])})
@@ -76,18 +77,18 @@ def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tu
 
 
 def encode_tree(name: str, tree: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[str, EncodedFile]:
-    """Return the file for a flattened state: NAME.json, or NAME.safetensors if it holds tensors, and its bytes."""
+    """Return the file name of a flattened state, NAME.json or with tensors NAME.safetensors, and its bytes."""
     data = strict_json.dump(tree)
     text = data.decode()
     if why := strict_json.explain_too_large(text, beside=sum(tensor.nbytes for tensor in tensors.values())):
-        raise CheckpointError(f"{name} could not be read again: {why}. Keep long lists and texts as tensors or arrays.")
+        raise CheckpointError(f"{name} would be unreadable: {why}. Store long lists and strings as tensors or arrays.")
     if not tensors:
         return f"{name}.json", ([data], len(data))
     return f"{name}.safetensors", encode_tensors(tensors, {_TREE: text})
 
 
 def write_part(add: Callable[[str, Iterable[Any], int], _Result], name: str, value: Any, where: str) -> tuple[str, _Result]:
-    """Write a state as one file through `add(name, chunks, size)`; return the name of the file, and what `add` returned."""
+    """Write a state as one file through `add(name, chunks, size)`; return the file name and the result of `add`."""
     file, encoded = encode_tree(name, *flatten(value, where))
     return file, add(file, *encoded)
 
@@ -101,11 +102,11 @@ class _Flattener:
         self._where = where
         self._names: dict[Any, str] = {}
         self._keep: list[Any] = []
-        """Every tensor that was seen: as long as it lives, its address means no other one."""
+        """Keeps every tensor alive, so that no other one gets its address."""
         self._open: set[int] = set()
 
     def at(self, place: _Place) -> str:
-        """Return the place in words, as Python would write it."""
+        """Return the path as a Python expression."""
         steps = [str(step) if type(step) is _PathWords else f"[{_shown(step)}]" for step in _format_path(place)]
         return self._where + "".join(steps if len(steps) <= 12 else [*steps[:6], " ... ", *steps[-4:]])
 
@@ -128,11 +129,11 @@ class _Flattener:
             return self._tensor(value, place)
         if isinstance(value, numpy.generic):
             return self._scalar(value, place, depth)
-        raise CheckpointError(f"{self.at(place)} is {_described(value)}, which a checkpoint cannot hold. {_remedy(value)}")
+        raise CheckpointError(f"{self.at(place)} is {_described(value)}, which a checkpoint cannot store. {_remedy(value)}")
 
     def _within(self, make: _Maker, value: Any, place: _Place, depth: int) -> _Node:
         if id(value) in self._open:
-            raise CheckpointError(f"{self.at(place)} contains itself. Store a value without cycles, e.g. names instead of references.")
+            raise CheckpointError(f"{self.at(place)} contains itself. Store a value without cycles, such as names instead of references.")
         if depth >= _DEEPEST:
             raise CheckpointError(f"{self.at(place)} is nested more than {_DEEPEST} levels deep. Store a flatter state.")
         self._open.add(id(value))
@@ -150,7 +151,7 @@ class _Flattener:
     def _key(self, key: Any, place: _Place, depth: int) -> _Node:
         if isinstance(key, torch.Tensor):
             raise CheckpointError(
-                f"{self.at(place)} has a tensor as a key, which means nothing once it is read again. Use a name or a number."
+                f"{self.at(place)} has a tensor as a key, which cannot be restored. Use a name or a number."
             )
         return self.node(key, (place, _PathWords(f" (its key {_shown(key)})")), depth)
 
@@ -166,10 +167,10 @@ class _Flattener:
 
     def of_ordered(self, value: OrderedDict[Any, Any], place: _Place, depth: int) -> _Node:
         node: dict[str, Any] = {"$ordered": self.pairs(value, place, depth)}
-        if attributes := dict(vars(value)):  # the state dict of a module carries the versions of its layers as an attribute
+        if attributes := dict(vars(value)):  # layer versions are an attribute of a module's state dict
             metadata = attributes.pop("_metadata", None)
             if attributes:
-                raise CheckpointError(f"{self.at(place)} has attributes of its own ({', '.join(attributes)}). Store them as entries.")
+                raise CheckpointError(f"{self.at(place)} has extra attributes ({', '.join(attributes)}). Store them as entries.")
             node["metadata"] = self.node(metadata, (place, _PathWords("._metadata")), depth)
         return node
 
@@ -177,8 +178,8 @@ class _Flattener:
         factory = value.default_factory
         if not any(factory is known for known in _FACTORIES):
             raise CheckpointError(
-                f"{self.at(place)} is a defaultdict that makes its values with {_described(factory)}, which a checkpoint cannot hold. "
-                "Store dict(...) of it, or make its values with int, float, list, dict or set."
+                f"{self.at(place)} is a defaultdict with the factory {_described(factory)}, which a checkpoint cannot store. "
+                "Store dict(...) of it, or use the factory int, float, list, dict or set."
             )
         return {"$defaultdict": [_FACTORIES[factory], self.pairs(value, place, depth)]}
 
@@ -187,20 +188,20 @@ class _Flattener:
 
     def of_set(self, value: set[Any] | frozenset[Any], place: _Place, depth: int) -> _Node:
         nodes = [self._key(item, place, depth) for item in value]
-        return {"$set" if type(value) is set else "$frozenset": sorted(nodes, key=repr)}  # the order of a set differs from run to run
+        return {"$set" if type(value) is set else "$frozenset": sorted(nodes, key=repr)}  # sets have a different order in every run
 
     def of_complex(self, value: complex, place: _Place, depth: int) -> _Node:
         return {"$complex": [self.node(value.real, place, depth), self.node(value.imag, place, depth)]}
 
     def of_dtype(self, value: torch.dtype, place: _Place, depth: int) -> _Node:
         if value not in _DTYPES:
-            raise CheckpointError(f"{self.at(place)} is {value}, a type of elements that a checkpoint does not know. Store its name.")
+            raise CheckpointError(f"{self.at(place)} is {value}, a dtype that a checkpoint does not support. Store its name.")
         return {"$dtype": dtype_name(value)}
 
     def _tensor(self, value: torch.Tensor, place: _Place) -> _Node:
         node: dict[str, Any]
         if self._sharded is not None and is_sharded(value):
-            return {"$tensor": self._put_aside(value, place, self._sharded)}
+            return {"$tensor": self._store_sharded(value, place, self._sharded)}
         if problem := explain_unstorable(value):
             raise CheckpointError(f"{self.at(place)} {problem}")
         if value.dtype in DTYPES:
@@ -217,8 +218,8 @@ class _Flattener:
     def of_array(self, value: numpy.ndarray[Any, Any], place: _Place, depth: int) -> _Node:
         if value.dtype.kind not in "biufcSUmM":
             raise CheckpointError(
-                f"{self.at(place)} is an array of {value.dtype}, which a checkpoint cannot hold. "
-                "Store an array of numbers or texts for each field, or a list."
+                f"{self.at(place)} is an array of {value.dtype}, which a checkpoint cannot store. "
+                "Store an array of numbers or strings for each field, or a list."
             )
         name = self._store(value, ("array", id(value)), place, _array_bytes)
         return {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -226,20 +227,20 @@ class _Flattener:
     def _scalar(self, value: numpy.generic, place: _Place, depth: int) -> _Node:
         kind = value.dtype.kind
         if type(value).__module__ != "numpy" or kind not in "biufcSUmM":
-            raise CheckpointError(f"{self.at(place)} is a scalar of {value.dtype}, which a checkpoint cannot hold. Store a number or text.")
-        readable = kind in "biuU" or (kind == "f" and value.dtype.itemsize <= 8 and value == value)  # nan has bits that a float loses
+            raise CheckpointError(f"{self.at(place)} is a scalar of {value.dtype}, which cannot be stored. Store a number or string.")
+        readable = kind in "biuU" or (kind == "f" and value.dtype.itemsize <= 8 and value == value)  # the bits of a nan would be lost
         return {"$scalar": [value.dtype.str, self.node(value.item() if readable else value.tobytes(), place, depth)]}
 
     def _store(self, value: Any, identity: Any, place: _Place, convert: Callable[[Any], torch.Tensor]) -> str:
-        """Return the name under which a tensor is kept: the same one for the same tensor."""
+        """Store a tensor once, and return its name."""
         if identity not in self._names:
             self._keep.append(value)
             self._names[identity] = name = self._name(place)
             self.tensors[name] = convert(value)
         return self._names[identity]
 
-    def _put_aside(self, value: torch.Tensor, place: _Place, sharded: dict[str, Any]) -> str:
-        """Keep a sharded tensor apart, of which this rank may hold no element; its name is the same on every rank."""
+    def _store_sharded(self, value: torch.Tensor, place: _Place, sharded: dict[str, Any]) -> str:
+        """Put a sharded tensor into `sharded`, and return its name, which is the same on every rank."""
         if id(value) not in self._names:
             self._keep.append(value)
             self._names[id(value)] = name = self._name(place)
@@ -279,7 +280,7 @@ _MAKERS: Final[Mapping[type, _Maker]] = MappingProxyType(
 
 
 class _PathWords(str):
-    """A step on the way to a value that is no key of a container."""
+    """A step of a path that is not a key of a container."""
 
 
 def _format_path(place: _Place) -> list[Any]:
@@ -295,7 +296,7 @@ def _base64(data: bytes | bytearray) -> str:
 
 
 def _numbers(value: list[Any]) -> numpy.ndarray[Any, Any] | None:
-    """Return a list of nothing but whole numbers of 64 bits, or of nothing but floats, as an array."""
+    """Return a list of only 64-bit integers or only floats as an array, else None."""
     kinds = set(map(type, value))
     if kinds == {float}:
         return numpy.array(value, dtype=numpy.float64)
@@ -305,17 +306,12 @@ def _numbers(value: list[Any]) -> numpy.ndarray[Any, Any] | None:
 
 
 def _array_bytes(array: numpy.ndarray[Any, Any]) -> torch.Tensor:
-    """Return the elements as a row of bytes, without a copy where they lie so already."""
+    """Return the elements as a one-dimensional tensor of bytes, without a copy where possible."""
     if not array.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     row = numpy.ascontiguousarray(array).reshape(-1)
     raw = row.view(numpy.uint8)
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
-
-
-def _shown(key: Any) -> str:
-    text = repr(key)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _described(value: Any) -> str:
@@ -328,16 +324,16 @@ def _described(value: Any) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """Return what to store instead, by what it is."""
+    """Return what to store instead."""
     if isinstance(value, (torch.Generator, numpy.random.Generator)):
         return "Store its state: generator.get_state(), or generator.bit_generator.state for numpy's."
     if hasattr(value, "state_dict"):
-        return "Store its state_dict() instead, and give it back with load_state_dict()."
+        return "Store its state_dict(), and restore it with load_state_dict()."
     if isinstance(value, tuple):
-        return "Store value._asdict() or tuple(value): the class of a named tuple is code, and is not stored."
+        return "Store value._asdict() or tuple(value): the class of a named tuple is not stored."
     if callable(value):
-        return "Leave it out of state_dict(), or store a name from which load_state_dict() can find it again."
+        return "Leave it out of state_dict(), or store a name by which load_state_dict() can find it."
     return (
-        "Store plain data in state_dict(): numbers, text, bytes, None, tensors, arrays, and lists, tuples, dicts and sets of them. "
+        "Store plain data in state_dict(): numbers, strings, bytes, None, tensors, arrays, and lists, tuples, dicts and sets of them. "
         "A path becomes str(path), an enum its .value, a dataclass dataclasses.asdict(...)."
     )

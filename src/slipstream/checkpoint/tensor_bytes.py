@@ -1,9 +1,9 @@
 """Tensors as bytes and bytes as tensors, without a copy where possible.
 
 Everything that is written to a file goes through `tensor_bytes`. Tensors without bytes of their own (sparse, quantized, nested and meta
-tensors, subclasses that hold other tensors) are refused by name; nothing is converted silently. `read_tensor_file` reads a safetensors
-file into tensors that each own memory of torch's allocator: aligned as in a live run, independent of each other, and resizable.
-`from_buffer` returns a view, for values that are read once on their way into a model.
+tensors, subclasses of other tensors) are an error; nothing is converted silently. `read_tensor_file` reads a safetensors
+file into tensors that each own memory from torch's allocator: aligned as in a live run, independent of each other, and resizable.
+`from_buffer` returns a view, for values that are copied into a model.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
         torch.complex64: "C64",
     }
 )
-"""The types of elements that a safetensors file names, by torch's."""
+"""The dtypes of safetensors files, by torch's."""
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType({name: dtype for dtype, name in DTYPES.items()})
 _VIEWED_NAMES: Final = ("complex128", "complex32", "float4_e2m1fn_x2")
 BYTE_VIEWED_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {name: found for name in _VIEWED_NAMES if isinstance(found := getattr(torch, name, None), torch.dtype)}
 )
-"""Types of elements that such a file has no (or no generally readable) name for: kept as bytes, with their name and shape beside them."""
+"""Dtypes that safetensors files do not (generally) support: stored as bytes, with dtype and shape beside them."""
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _ALL: Final[Mapping[torch.dtype, str]] = MappingProxyType({**DTYPES, **{dtype: name for name, dtype in BYTE_VIEWED_DTYPES.items()}})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type of elements as Python code has it.
+    """Return the name of a dtype without "torch.".
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -75,7 +75,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def require_storable(tensor: Any, where: str) -> torch.Tensor:
-    """Return the same tensor if its elements are bytes in one piece of memory; else a CheckpointError that says why not, and what to do.
+    """Return the tensor if it can be stored; else raise a CheckpointError that says why not, and what to do.
 
     >>> require_storable(torch.ones(2).to_sparse(), "custom object 0")
     Traceback (most recent call last):
@@ -89,7 +89,7 @@ def require_storable(tensor: Any, where: str) -> torch.Tensor:
 
 
 def explain_unstorable(tensor: Any) -> str:
-    """Return why the elements of a tensor cannot be written as bytes, and what to do; "" if they can."""
+    """Return why a tensor cannot be stored, and what to do; "" if it can."""
     if type(tensor) not in _PLAIN:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             return (
@@ -97,7 +97,7 @@ def explain_unstorable(tensor: Any) -> str:
                 "Run one forward with a batch before saving or loading."
             )
         return (
-            f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, a kind of tensor that is more than its elements. "
+            f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass with more than its elements. "
             "Store a plain tensor: its full or local values, e.g. tensor.full_tensor(), tensor.to_local() or torch.Tensor(tensor)."
         )
     problem, remedy = _unstorable_kind(tensor)
@@ -137,20 +137,20 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 EncodedFile: TypeAlias = tuple[Iterable[Any], int]
-"""The bytes of a file in chunks, and how many there are."""
+"""The bytes of a file in chunks, and their total."""
 
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> EncodedFile:
-    """Return a safetensors file with these tensors, in their order; their bytes are read when the chunks are."""
+    """Return a safetensors file with these tensors in this order; their bytes are read with the chunks."""
     items = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
     header, layout = plan_layout(items, {"format": "pt", **metadata})
     return chain([header], map(tensor_bytes, tensors.values())), layout.size
 
 
 def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:
-    """Return the tensor whose elements are the bytes from `start` to `end` of a buffer; shares its memory.
+    """Return the bytes from `start` to `end` of a buffer as a tensor that shares its memory.
 
-    It is a copy where it cannot be that memory itself: the buffer is read-only, or the elements are not aligned in it.
+    If the buffer is read-only or the elements are not aligned, it is a copy.
 
     >>> from_buffer(bytearray(b"\\x02\\x00\\x01\\x00"), "I16", (2,), 0, 4)
     tensor([2, 1], dtype=torch.int16)
@@ -172,7 +172,7 @@ def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: 
 
 
 def memory_identity(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for two tensors of the same memory, read in the same way. One without memory is like no other.
+    """Return a key that is equal for two tensors with the same memory, dtype and strides; unique for a tensor without memory.
 
     >>> weight = torch.ones(2, 2)
     >>> memory_identity(weight) == memory_identity(weight.detach()), memory_identity(weight) == memory_identity(weight.t())
@@ -186,21 +186,21 @@ def memory_identity(tensor: torch.Tensor) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it can be written as UTF-8: Python's strings may hold halves of characters."""
+    """Whether a string can be encoded as UTF-8: Python's strings may contain lone surrogates."""
     return text.isascii() or text.encode(errors="replace").decode() == text
 
 
 def pack_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a type in `BYTE_VIEWED_DTYPES` as a row of bytes."""
+    """Return a tensor as a one-dimensional tensor of bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack_bytes(stored: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    """Return the inverse of `pack_bytes`; ValueError where the bytes are not that tensor."""
+    """Invert `pack_bytes` for a dtype in `BYTE_VIEWED_DTYPES`; ValueError if the bytes do not fit."""
     kind, shape = BYTE_VIEWED_DTYPES.get(dtype), tuple(shape)
     if kind is None or stored.dtype is not torch.uint8 or stored.dim() != 1:
-        raise ValueError(f"{stored.dtype} with {stored.dim()} dimensions does not hold a tensor of {dtype!r}")
+        raise ValueError(f"{stored.dtype} with {stored.dim()} dimensions does not store a tensor of {dtype!r}")
     if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * kind.itemsize != stored.numel():
         raise ValueError(f"{stored.numel()} bytes are not a tensor of {dtype} with shape {list(shape)}")
     if not stored.numel():
@@ -217,7 +217,7 @@ class LoadedTensorFile:
 
 
 FileContent = LoadedTensorFile | Any
-"""What a file held: tensors, or a buffer of all its bytes."""
+"""The content of a file: tensors, or a buffer with all bytes."""
 
 
 def read_tensor_file(
@@ -231,22 +231,21 @@ def read_tensor_file(
 ) -> tuple[FileContent, str]:
     """Return the tensors of an open safetensors file of `size` bytes, and its checksum. The keywords are those of `read_whole`.
 
-    Of a file whose header is no header the bytes come back: whoever compares the checksum can say that the file is damaged, and
-    `load_tensors` says of one that was written so what is wrong with it.
+    If the header is invalid, the raw bytes are returned: the caller compares the checksum, and `load_tensors` reports what is wrong.
     """
     check_fits_memory(size, where)
     try:
         header = bytearray(os.pread(fd, 8, 0))
         length = int.from_bytes(header, "little")
         if length > min(LARGEST_HEADER, size - 8):
-            raise CheckpointError(f"{where} says that its header has {length:,} bytes")
+            raise CheckpointError(f"{where} has a header of {length:,} bytes")
         header += os.pread(fd, length, 8)
         layout = read_layout(lambda offset, count: memoryview(header)[offset : offset + count], size, where)
     except (CheckpointError, OSError):
         return read_whole(fd, size, digest=digest, where=where, alone=alone, advance=advance)
     try:
         tensors = {entry.name: empty_host_tensor(TORCH_DTYPES[entry.dtype], entry.shape) for entry in layout.entries.values()}
-    except RuntimeError as error:  # of torch's allocator
+    except RuntimeError as error:  # from torch's allocator
         raise CheckpointError(f"There is no memory for the {size:,} bytes of {where}: {str(error)[:200]}") from error
     parsed = bytes(header)
     parts = [memoryview(header), *map(byte_view, tensors.values())]
@@ -257,7 +256,7 @@ def read_tensor_file(
 
 
 def load_tensors(content: FileContent, where: str) -> LoadedTensorFile:
-    """Return the tensors of a safetensors file that was read, or whose bytes are given; `where` names it in errors."""
+    """Return the tensors of a safetensors file from its content; `where` names it in errors."""
     if isinstance(content, LoadedTensorFile):
         return content
     view = memoryview(content)

@@ -1,7 +1,7 @@
-"""The zip archives that `torch.save` writes, read in memory by a strict table of contents.
+"""Read the zip archives that `torch.save` writes, with strict checks of the central directory.
 
-Entries lie inside the file, do not overlap, have unique names and are stored without compression, so that nothing made of them is larger
-than the file; checksums are verified where the file has them. Anything else is an error that names the file. Nothing is unpacked, and
+Entries must lie inside the file, not overlap, have unique names and be stored without compression, so that nothing read from them is
+larger than the file; checksums are verified if the file has them. Anything else is an error that names the file. Nothing is unpacked, and
 torch is not imported.
 """
 
@@ -28,12 +28,12 @@ _ENCRYPTED = 0x1
 
 
 class LegacyFormatError(CheckpointError):
-    """A file that is no archive at all: written before torch 1.6, or by something else."""
+    """A file that is not a zip archive: written before torch 1.6, or by another program."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Where each entry begins and ends in the file; names are without the folder that all entries share."""
+    """The spans of the entries in a file; names are without the folder that all entries share."""
 
     data: memoryview
     spans: Mapping[str, tuple[int, int]]
@@ -42,14 +42,14 @@ class Archive:
     def entry(self, name: str) -> memoryview:
         """Return the bytes of one entry, not copied."""
         if name not in self.spans:
-            raise CheckpointError(f"{self.where} has no entry {name!r}: it is not what torch.save writes, or incomplete")
+            raise CheckpointError(f"{self.where} has no entry {name!r}: it is not a torch.save file, or incomplete")
         start, end = self.spans[name]
         return self.data[start:end]
 
 
 @dataclass(frozen=True)
 class _CentralEntry:
-    """One line of the table of contents."""
+    """One entry of the central directory."""
 
     name: str
     header: int
@@ -62,33 +62,33 @@ def read_archive(data: memoryview, where: str) -> Archive:
 
     >>> read_archive(memoryview(b"hello"), "notes.bin")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    slipstream.checkpoint.torch_archive.LegacyFormatError: notes.bin is no archive as torch.save writes it since torch 1.6: it begins ...
+    slipstream.checkpoint.torch_archive.LegacyFormatError: notes.bin is not a zip archive, as torch.save writes since torch ...
     """
     if bytes(data[:2]) != b"PK":
-        raise LegacyFormatError(f"{where} is no archive as torch.save writes it since torch 1.6: it begins with {bytes(data[:8])!r}")
+        raise LegacyFormatError(f"{where} is not a zip archive, as torch.save writes since torch 1.6: it begins with {bytes(data[:8])!r}")
     try:
         begin, end, count = _table(data, where)
         listed = _list(data, begin, end, count, where)
         return Archive(data, _spans(data, listed, begin, where), where)
     except struct.error as problem:
-        raise _broken(where, f"its table of contents is cut off ({problem})") from None
+        raise _broken(where, f"its central directory is cut off ({problem})") from None
 
 
 def _broken(where: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{where} is damaged, or was made to deceive: {why}. Use another copy of the checkpoint.")
+    return CheckpointError(f"{where} is damaged or malicious: {why}. Use another copy of the checkpoint.")
 
 
 def _table(data: memoryview, where: str) -> tuple[int, int, int]:
-    """Begin and end of the table of contents, and how many entries it has."""
+    """Return start, end and number of entries of the central directory."""
     tail = bytes(data[-(_END.size + _LONGEST_COMMENT) :])
     at = len(data) - len(tail) + tail.rfind(b"PK\5\6")
     if b"PK\5\6" not in tail:
-        raise _broken(where, "its end is missing, where the table of contents is")
+        raise _broken(where, "its end is missing, where the central directory is")
     _, _, _, here, count, size, begin, comment = _END.unpack_from(data, at)
     if at + _END.size + comment != len(data) or here != count:
-        raise _broken(where, "the record at its end does not fit the file")
+        raise _broken(where, "the record at its end does not match the file")
     locator = at - _LOCATOR_64.size
-    if locator >= 0 and bytes(data[locator : locator + 4]) == b"PK\6\7":  # torch writes the wide records always
+    if locator >= 0 and bytes(data[locator : locator + 4]) == b"PK\6\7":  # torch always writes the zip64 records
         at = _LOCATOR_64.unpack_from(data, locator)[2]
         if at + _END_64.size > locator:
             raise _broken(where, "a record before its end is missing")
@@ -96,7 +96,7 @@ def _table(data: memoryview, where: str) -> tuple[int, int, int]:
         if signature != b"PK\6\6" or here != count:
             raise _broken(where, "a record before its end is wrong")
     if begin + size != at or count * _CENTRAL_ENTRY.size > size:
-        raise _broken(where, f"its table of contents cannot have {count} entries in {size} bytes at {begin}")
+        raise _broken(where, f"its central directory cannot have {count} entries in {size} bytes at {begin}")
     return begin, begin + size, count
 
 
@@ -104,12 +104,12 @@ def _list(data: memoryview, at: int, end: int, count: int, where: str) -> list[_
     found = []
     for _ in range(count):
         if at + _CENTRAL_ENTRY.size > end:
-            raise _broken(where, "its table of contents is cut off")
+            raise _broken(where, "its central directory is cut off")
         signature, _, _, flags, method, _, _, checksum, packed, size, *lengths, _, _, _, header = _CENTRAL_ENTRY.unpack_from(data, at)
         name_at, extra_at = at + _CENTRAL_ENTRY.size, at + _CENTRAL_ENTRY.size + lengths[0]
         at = extra_at + lengths[1] + lengths[2]
         if signature != b"PK\1\2" or at > end:
-            raise _broken(where, "its table of contents is cut off")
+            raise _broken(where, "its central directory is cut off")
         name = _name(bytes(data[name_at:extra_at]), where)
         size, packed, header = _zip64_sizes(bytes(data[extra_at : extra_at + lengths[1]]), size, packed, header, name, where)
         if method != 0 or packed != size or flags & _ENCRYPTED:
@@ -119,7 +119,7 @@ def _list(data: memoryview, at: int, end: int, count: int, where: str) -> list[_
             )
         found.append(_CentralEntry(name, header, size, checksum))
     if at != end:
-        raise _broken(where, "its table of contents has more in it than it counts")
+        raise _broken(where, "its central directory has more entries than it counts")
     return found
 
 
@@ -127,11 +127,11 @@ def _name(raw: bytes, where: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise _broken(where, f"the name {raw[:80]!r} is no text") from None
+        raise _broken(where, f"the name {raw[:80]!r} is not UTF-8") from None
 
 
 def _zip64_sizes(extra: bytes, size: int, packed: int, header: int, name: str, where: str) -> tuple[int, int, int]:
-    """Return the three numbers; those that do not fit into 32 bits stand in an extra field, in this order."""
+    """Return the three numbers; those beyond 32 bits are in an extra field, in this order."""
     values = [size, packed, header]
     missing = [place for place, value in enumerate(values) if value == _FULL_32]
     if not missing:
@@ -159,11 +159,11 @@ def _spans(data: memoryview, listed: list[_CentralEntry], end_of_data: int, wher
         start = name_at + name_length + extra_length
         free_from = start + item.size
         if signature != b"PK\3\4" or free_from > end_of_data or bytes(data[name_at : name_at + name_length]) != item.name.encode():
-            raise _broken(where, f"its entry {item.name!r} ({item.size} bytes) is not where the table of contents says")
-        if item.checksum and zlib.crc32(data[start:free_from]) != item.checksum:  # torch can be told to leave them out: all are 0 then
-            raise _broken(where, f"the checksum of its entry {item.name!r} does not fit")
+            raise _broken(where, f"its entry {item.name!r} ({item.size} bytes) is not where the central directory says")
+        if item.checksum and zlib.crc32(data[start:free_from]) != item.checksum:  # all are 0 if torch was told to omit them
+            raise _broken(where, f"the checksum of its entry {item.name!r} does not match")
         name = item.name.removeprefix(root)
         if name == item.name or name in spans:
-            raise _broken(where, f"its entry {item.name!r} is there twice, or not in the folder {root!r} with the others")
+            raise _broken(where, f"its entry {item.name!r} occurs twice, or is not in the folder {root!r} with the others")
         spans[name] = (start, free_from)
     return spans

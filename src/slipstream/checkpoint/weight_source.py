@@ -1,6 +1,6 @@
-"""Weights on a disk: files, safetensors or of `torch.save`, a checkpoint of ours, or a folder of torch.distributed.checkpoint.
+"""Weights on a disk: files, safetensors or of `torch.save`, a checkpoint of Slipstream, or a folder of torch.distributed.checkpoint.
 
-`find_weights` says what there is at a path. Nothing is trusted: names stay inside the folder, an index must be right about every tensor,
+`find_weights` finds the weights at a path. Nothing is trusted: names stay inside the folder, an index must be right about every tensor,
 and files of a checkpoint must have the checksums of its manifest. Files of `torch.save` are read as data by `pickle_reader.py`; old
 formats and classes that torch allows go through `torch.load(weights_only=True)`. Files are memory-mapped, so only tensors that are used
 take memory.
@@ -53,11 +53,11 @@ _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 _GLOBAL: Final = re.compile(r"GLOBAL (\S{1,200})")
 _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""The pickle of a number with which files of torch.save began before torch 1.6."""
+"""The pickled magic number at the start of torch.save files before torch 1.6."""
 
 
 def is_torch_file(buffer: Any) -> bool:
-    """Whether bytes begin as a file of `torch.save` does.
+    """Whether bytes look like the start of a torch.save file.
 
     >>> is_torch_file(b"PK\\x03\\x04..."), is_torch_file(b'{"step": 3}')
     (True, False)
@@ -66,9 +66,9 @@ def is_torch_file(buffer: Any) -> bool:
 
 
 def read_torch_file(buffer: Any, where: str, remedy: str, *, views: bool = False, map_location: Any = None, **options: Any) -> Any:
-    """Return the value in these bytes; with `views`, tensors may share them. `remedy` ends the message if there is more than data in it.
+    """Return the value in a torch.save file; with `views`, tensors may share its bytes. `remedy` ends the error for more than data.
 
-    With options of `torch.load`, that reads it.
+    With options of `torch.load`, torch reads it.
     """
     if map_location is None and not options:
         try:
@@ -80,19 +80,19 @@ def read_torch_file(buffer: Any, where: str, remedy: str, *, views: bool = False
             if not values.unknown:
                 return values.value if views else values.owned()
     if bytes(buffer[:4]) == _ZIP:
-        read_archive(memoryview(buffer), where)  # torch would unpack what is compressed, to any size
+        read_archive(memoryview(buffer), where)  # refuses compressed entries, which torch would unpack to any size
     try:
         return torch.load(io.BytesIO(buffer), map_location=map_location or "cpu", weights_only=True, **options)
     except UnpicklingError as error:
         named = _GLOBAL.search(str(error))
         why = next((line.strip()[:200] for line in str(error).splitlines() if "nsupported" in line), "its pickle cannot be read")
-        raise CheckpointError(f"{where} holds more than data, which is not run: {named[1] if named else why}. {remedy}") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:  # what torch makes of bytes it cannot read
-        raise CheckpointError(f"{where} is no file that torch.save wrote, or is damaged: {str(error)[:300]}") from error
+        raise CheckpointError(f"{where} contains more than data, which is not run: {named[1] if named else why}. {remedy}") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:  # torch raises these for damaged files
+        raise CheckpointError(f"{where} is not a torch.save file, or is damaged: {str(error)[:300]}") from error
 
 
 SHARDS_FILE: Final = "(shards)"
-"""In the place of a file: all tensors that are stored in shards."""
+"""The name of the pseudo file with all tensors that are stored in shards."""
 
 _INDEX: Final = ".index.json"
 _SAFE: Final = ".safetensors"
@@ -105,7 +105,7 @@ _USUAL: Final = (
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One file of weights, mapped: its tensors by name, and where they lie in it if it is safetensors."""
+    """A memory-mapped weight file: its tensors by name, and the layout if it is safetensors."""
 
     where: str
     buffer: Any
@@ -113,26 +113,26 @@ class WeightFile:
     layout: SafetensorsLayout | None
     aliases: Mapping[str, str]
     forms: Mapping[str, torch.Tensor] | None = None
-    """Types and shapes (on the meta device), where the tensors are put together as they are asked for."""
+    """Meta tensors by name, if the tensors are assembled on access."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where the weights of one model are."""
+    """The files with the weights of one model."""
 
     folder: Path
     files: tuple[str, ...]
     index: str | None = None
     weight_map: Mapping[str, str] | None = None
-    """Which tensor is in which file, as the index says."""
+    """The file of each tensor, from the index."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra: str | None = None
-    """The part with what is no tensor."""
+    """The part with the values that are not tensors."""
     entries: Mapping[str, FileEntry] = field(default_factory=dict)
-    """Sizes and checksums, where there is a manifest."""
+    """Sizes and checksums, if there is a manifest."""
     links_within: Path | None = None
     shards: tuple[str, ...] = ()
-    """Files with shards of sharded tensors, which are opened as one file, `SHARDS_FILE`."""
+    """Shard files, which are opened together as `SHARDS_FILE`."""
     dcp: DcpFolder | None = None
     """The folder, where it is one of torch.distributed.checkpoint; its weights are opened as `SHARDS_FILE`."""
 
@@ -148,7 +148,7 @@ class WeightSource:
         return [name for name in self.files if name != SHARDS_FILE] + list(self.shards)
 
     def open(self, name: str, *, verify: bool = True) -> WeightFile:
-        """Return a file and its tensors: those that the index places there, if there is an index."""
+        """Return a file and its tensors; with an index, those that it lists for the file."""
         if name == SHARDS_FILE:
             return self._open_shards()
         where = str(self.folder / name)
@@ -172,27 +172,27 @@ class WeightSource:
         return WeightFile(str(self.folder), None, shards, None, {}, shards.placeholders)
 
     def each(self) -> Iterator[WeightFile]:
-        """Yield the files, one after the other."""
+        """Yield the opened files in order."""
         yield from map(self.open, self.files)
 
     def descriptor(self, name: str) -> int:
-        """Return a file opened for reading; the caller closes it."""
+        """Open a file for reading; the caller closes the descriptor."""
         with ConfinedFolder(self.folder, links_within=self.links_within) as folder:
             return folder.open(name)
 
     def read_bytes(self, name: str) -> bytes:
-        """Return all bytes of a small file."""
+        """Return the bytes of a small file."""
         return bytes(self._mapped(name))
 
     def read_extra(self) -> dict[str, Any]:
-        """Return what is no tensor."""
+        """Return the values that are not tensors."""
         if self.dcp is not None:
             return dict(self._dcp_weights.extra)
         if self.extra is None:
             return {}
         found = read_part(self.extra, self._mapped(self.extra), str(self.folder / self.extra))
         if not isinstance(found, dict):
-            raise CheckpointError(f"{self.folder / self.extra} holds no entries of a state dict.")
+            raise CheckpointError(f"{self.folder / self.extra} is not a mapping.")
         return found
 
     def _chosen(self, file: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -201,13 +201,13 @@ class WeightSource:
         wanted = [name for name, place in self.weight_map.items() if place == file]
         if absent := [name for name in wanted if name not in tensors]:
             raise CheckpointError(
-                f"{self.folder / (self.index or '')} says that {absent[0]!r} is in {file}, and it is not there. "
+                f"{self.folder / (self.index or '')} lists {absent[0]!r} in {file}, which does not contain it. "
                 "The files belong to different saves, or one of them is damaged: fetch or save them again."
             )
         return {name: tensors[name] for name in wanted}
 
     def _mapped(self, name: str, *, verify: bool = True) -> Any:
-        """Return the bytes of a file, without reading them; changes to them would not reach the file."""
+        """Map a file copy-on-write."""
         fd = self.descriptor(name)
         try:
             size = os.fstat(fd).st_size
@@ -218,22 +218,22 @@ class WeightSource:
             os.close(fd)
         entry = self.entries.get(name) if verify else None
         if entry is not None and (size != entry.size or digest(buffer) != entry.checksum):
-            raise CheckpointError(f"{self.folder / name} is damaged: it is not what the manifest says was written. Use another checkpoint.")
+            raise CheckpointError(f"{self.folder / name} is damaged: its checksum is not that in the manifest. Use another checkpoint.")
         return buffer
 
 
 def is_safetensors(head: Any, size: int) -> bool:
-    """Whether bytes begin as a safetensors file of this size does."""
+    """Whether bytes look like the start of a safetensors file of this size."""
     return bytes(head[8:9]) == b"{" and int.from_bytes(head[:8], "little") <= size - 8
 
 
 def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
     state = read_torch_file(buffer, where, "Save the state_dict() of the model instead.", views=True)
     if isinstance(state, Mapping) and isinstance(inner := state.get("state_dict"), Mapping):
-        get_logger(__name__).warning(f"{where} holds more than weights; its entry 'state_dict' is taken.")
+        get_logger(__name__).warning(f"{where} contains more than weights; its entry 'state_dict' is used.")
         state = inner
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(f"{where} holds a {type(state).__name__}, and the weights of a model are a mapping of names to tensors.")
+        raise CheckpointError(f"{where} contains a {type(state).__name__}, not a mapping of names to tensors.")
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     inside = [
         name
@@ -242,31 +242,31 @@ def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
     ]
     if inside and not tensors:
         raise CheckpointError(
-            f"{where} holds no weights but a mapping with several of them: {', '.join(map(repr, inside[:5]))}. Load it with "
-            f"slipstream.utils.load, and give load_state_dict the one that is meant: model.load_state_dict(loaded[{inside[0]!r}])."
+            f"{where} contains several state dicts: {', '.join(map(repr, inside[:5]))}. Load it with slipstream.utils.load, and "
+            f"pass one of them to load_state_dict: model.load_state_dict(loaded[{inside[0]!r}])."
         )
     return tensors
 
 
 def find_weights(path: Path) -> WeightSource:
-    """Return what weights there are at a path: a file, an index, or a folder with one of the usual names or a checkpoint of ours in it."""
+    """Find the weights at a path: a file, an index, a folder with one of the usual names, or a checkpoint of Slipstream."""
     if path.is_dir():
         return _in_folder(path)
     if not path.exists():
         near = sorted(entry.name for entry in path.parent.iterdir())[:8] if path.parent.is_dir() else []
         there = f" In {path.parent} there are: {', '.join(near)}." if near else ""
-        if not near and not path.is_absolute() and len(path.parts) == 2:  # as models on a hub are named
-            there = " If this names a model on a hub, download it first, and pass the folder: nothing is fetched from here."
+        if not near and not path.is_absolute() and len(path.parts) == 2:  # like the name of a model on a hub
+            there = " If this names a model on a hub, download it first and pass the folder: nothing is downloaded here."
         raise CheckpointError(f"There is nothing at {path}.{there}")
     if path.name.endswith(_INDEX):
         return read_index(path.parent, path.name)
-    if path.is_symlink() and _links_within(path.parent) is None:  # the user has named it, so it may lead anywhere
+    if path.is_symlink() and _links_within(path.parent) is None:  # a link that the user names may lead anywhere
         path = Path(os.path.realpath(path))
     return _single(path.parent, path.name)
 
 
 def _links_within(folder: Path) -> Path | None:
-    """Return a cache of downloads keeps the files of a snapshot as links to files beside the snapshots."""
+    """Return the folder that links may lead to: a download cache stores the files of a snapshot as links to its `blobs`."""
     parent = folder.absolute().parent
     return parent.parent if parent.name == "snapshots" and (parent.parent / "blobs").is_dir() else None
 
@@ -287,8 +287,7 @@ def _in_folder(folder: Path) -> WeightSource:
             return read_index(folder, found[0]) if found[0].endswith(_INDEX) else _single(folder, found[0])
     there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
     raise CheckpointError(
-        f"{folder} holds no weights under a usual name ({', '.join(_USUAL[:4])}); it holds {there}. "
-        "Pass the path of one file, or of an index."
+        f"{folder} has no weights under a usual name ({', '.join(_USUAL[:4])}), but {there}. Pass the path of a file or an index."
     )
 
 
@@ -297,7 +296,7 @@ def _in_checkpoint(folder: Path) -> WeightSource:
     if not manifest.models:
         raise CheckpointError(f"{folder} is a checkpoint without a model.")
     if len(manifest.models) > 1:
-        get_logger(__name__).warning(f"{folder} holds {len(manifest.models)} models; the first one, {manifest.models[0].kind}, is taken.")
+        get_logger(__name__).warning(f"{folder} has {len(manifest.models)} models; the first one, {manifest.models[0].kind}, is used.")
     model = manifest.models[0]
     files = (*model.files, SHARDS_FILE) if model.shards else model.files
     return WeightSource(folder, files, model.index, None, model.aliases, model.extra, manifest.files, shards=model.shards)
@@ -308,25 +307,25 @@ def _single(folder: Path, name: str) -> WeightSource:
 
 
 def _extra_beside(folder: Path, name: str) -> str | None:
-    """Return the file beside the weights into which `save_model` writes what is no tensor."""
+    """Return the file beside the weights in which `save_model` stores values that are not tensors."""
     base = name.partition(".")[0]
     names = [f"{base}_extra{suffix}" for suffix in (".json", _SAFE) if name.endswith((_SAFE, f"{_SAFE}{_INDEX}"))]
     return next((name for name in names if (folder / name).is_file()), None)
 
 
 def read_index(folder: Path, index: str) -> WeightSource:
-    """Return the weights that an index lists; all files have to be beside it."""
+    """Return the weights that an index lists; its files must be beside it."""
     where = str(folder / index)
     links = _links_within(folder)
     with ConfinedFolder(folder, links_within=links) as held:
         content = strict_json.parse(held.read(index, strict_json.LARGEST), where)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{where} is no index of weights: it has no mapping 'weight_map' from names of tensors to files.")
+        raise CheckpointError(f"{where} is not an index of weights: it has no mapping 'weight_map' from names of tensors to files.")
     for file in weight_map.values():
         if "/" in check_name(file, where) or not file.endswith((_SAFE, *_TORCH)):
             raise CheckpointError(
-                f"{where} names the file {file!r}, and weights are files beside the index that end in .safetensors or .bin."
+                f"{where} lists the file {file!r}, and weights must be .safetensors or .bin files beside the index."
             )
     return WeightSource(
         folder, tuple(dict.fromkeys(weight_map.values())), index, weight_map, {}, _extra_beside(folder, index), links_within=links

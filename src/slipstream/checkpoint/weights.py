@@ -1,10 +1,10 @@
-"""The weights of a model: how they are split into safetensors files, and how they are loaded into a model.
+"""The weights of a model: split them into safetensors files, compare them with a model, and load them.
 
-`split_state_dict` separates tensors, aliases of tied tensors (stored once) and values that are no tensors; `plan_shards` assigns tensors
-to files and `index_bytes` makes the usual index. `check_fit` compares names, shapes and dtypes with the model and changes nothing;
-prefixes of wrappers ("module.", "_orig_mod.") are ignored where needed, and a model that renames keys while loading is tried on a meta
-copy. `load_into` calls the model's own `load_state_dict`, so hooks run and tensors keep their memory; meta tensors are allocated first,
-and tied weights stay tied. Nothing here opens a file.
+`split_state_dict` separates tensors, aliases of tied tensors (stored once) and other values; `plan_shards` assigns tensors to files and
+`index_bytes` encodes the index. `check_fit` compares names, shapes and dtypes with the model and changes nothing; it ignores prefixes of
+wrappers ("module.", "_orig_mod.") where needed, and tries a model that renames keys on a meta copy. `load_into` calls the model's own
+`load_state_dict`, so hooks run and tensors keep their memory; meta tensors are allocated first, and tied weights stay tied. Nothing here
+opens a file.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = [
 
 
 METADATA: Final = "_metadata"
-"""Under this name the versions of a model's layers stand among what is no tensor."""
+"""The key of the layer versions among the values that are not tensors."""
 _SHOWN: Final = 10
 _MOST_NAMES_COMPARED: Final = 2000
 _LONGEST: Final = 200
 
 TensorSlot = tuple[torch.nn.Module, str]
-"""A module, and the name of one of its tensors."""
+"""A module and the name of one of its tensors."""
 TensorSlots = tuple[torch.Tensor, list[tuple[str, TensorSlot]]]
-"""A tensor, and all places where it stands, each with its full name."""
+"""A tensor and all its slots, each with its full name."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class LoadReport:
     """How weights fit a model."""
 
     missing: tuple[str, ...] = ()
-    """Names of the model that the weights have not."""
+    """Names of the model that are not in the weights."""
     unexpected: tuple[str, ...] = ()
-    """Names of the weights that the model has not."""
+    """Names of the weights that are not in the model."""
     mismatched: Mapping[str, str] = field(default_factory=dict)
-    """Names that both have, and why the one does not go into the other."""
+    """Names in both that differ in shape or dtype, and how."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Names of the weights that a wrapper had changed, and the model's names for them."""
+    """Names with the prefix of a wrapper, and the model's names for them."""
 
     def __bool__(self) -> bool:
         """Whether everything fits."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def demand(self, where: str, kind: str, *, strict: bool) -> None:
-        """Raise if they do not fit; without `strict`, missing and unexpected names are a warning.
+        """Raise if the weights do not fit; without `strict`, missing and unexpected names are only a warning.
 
         `where` (the file) and `kind` (the model's class) are for messages.
         """
@@ -73,7 +73,7 @@ class LoadReport:
         if self.renamed:
             old, new = next(iter(self.renamed.items()))
             logger.warning(
-                f"{where}: {len(self.renamed)} names are those of a wrapped model ({old!r}); they are taken for its weights ({new!r})."
+                f"{where}: {len(self.renamed)} names have the prefix of a wrapper ({old!r}) and are loaded as {new!r}."
             )
         if self.mismatched or (strict and not self):
             raise CheckpointError(self.described(where, kind, strict=strict))
@@ -81,17 +81,17 @@ class LoadReport:
             logger.warning(self.described(where, kind, strict=strict))
 
     def described(self, where: str, kind: str, *, strict: bool) -> str:
-        """Return the report in words: a few names of each kind, what they may have been meant to be, and what to do."""
+        """Return the report as text: a few names of each kind, similar names, and what to do."""
         lines = [f"{where} does not fit the model {kind}:" if strict or self.mismatched else f"{where} fits the model {kind} in part:"]
-        lines += _listed("the model has and the file has not", self.missing, self.unexpected)
-        lines += _listed("the file has and the model has not", self.unexpected, self.missing)
+        lines += _listed("are missing in the file", self.missing, self.unexpected)
+        lines += _listed("are not in the model", self.unexpected, self.missing)
         lines += _listed("do not fit", [f"{name} ({why})" for name, why in self.mismatched.items()], ())
         return "\n".join([*lines, f"  {self._remedy(strict)}"])
 
     def demand_values(self, model: torch.nn.Module, where: str) -> None:
-        """Raise if weights that the file has not are on the meta device: the model would compute with nothing.
+        """Raise if missing weights are on the meta device: the model would have no values for them.
 
-        What modules that load in a way of their own make up (a counter that older files have not) is left to them.
+        Modules with their own loading code may create missing entries (a counter that older files lack), so they are not checked.
         """
         if not self.missing or self.mismatched:
             return
@@ -102,31 +102,31 @@ class LoadReport:
         empty = [name for name, kind in owners.items() if kind._load_from_state_dict is plain and getattr(expected[name], "is_meta", False)]
         if not empty:
             return
-        remedy = "Load a checkpoint that has them, or build the model outside of init_empty_weights: they keep their first values then."
+        remedy = "Load a checkpoint that has them, or build the model outside init_empty_weights, so that they keep their initial values."
         if self.unexpected:
             remedy = (
-                "If it is of another library, which renames weights while it loads: load it there, write the model with save_model, and "
-                "load what that has written."
+                "If another library wrote it and renames weights while loading: load it there, save the model with save_model, and load "
+                "that."
             )
-        lines = [f"{where} leaves weights of the model {type(model).__name__} without values, as they are on the meta device:"]
-        lines += _listed("are not in the file", empty, self.unexpected)
-        lines += _listed("are in the file and not in the model", self.unexpected, empty)
+        lines = [f"{where} leaves weights of the model {type(model).__name__} on the meta device, without values:"]
+        lines += _listed("are missing in the file", empty, self.unexpected)
+        lines += _listed("are not in the model", self.unexpected, empty)
         raise CheckpointError("\n".join([*lines, f"  {remedy}"]))
 
     def _remedy(self, strict: bool) -> str:
         if self.mismatched:
-            return "Build the model with the sizes with which it was saved, or take these entries out of the file."
+            return "Build the model with the sizes that it was saved with, or remove these entries from the file."
         prefix = self.unexpected[0].partition(".")[0] if self.unexpected else ""
         of_wrapper = prefix in ("module", "_orig_mod", "model") and all(name.startswith(f"{prefix}.") for name in self.unexpected)
         if of_wrapper and not any(name.startswith(f"{prefix}.") for name in self.missing):
             return f"Did you save a wrapped model? All of these begin with {prefix!r}. Load into the model that was wrapped the same way."
         if strict:
             return "Build the model as it was when it was saved, or load what fits with strict=False."
-        return "What the file has not keeps the values it had."
+        return "Missing weights keep their values."
 
 
 def _printable(name: str) -> str:
-    """Return a name from a file as it may be shown: without what a terminal would obey, and not a page of it."""
+    """Return a name from a file for messages: without control characters, and of limited length."""
     shown = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}... ({len(name):,} characters)"
     return shown if shown.isprintable() else ascii(shown)
 
@@ -145,7 +145,7 @@ def _closest_names(names: list[str], others: list[str]) -> dict[str, str]:
 
 
 def unwrap_module(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside of the wrappers of data parallelism and compilation."""
+    """Return the model inside wrappers of data parallelism and compilation."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
@@ -163,10 +163,10 @@ def check_fit(
     *,
     tied: Mapping[str, list[str]] | None = None,
 ) -> LoadReport:
-    """Return how weights would fit, without a change to anything.
+    """Return how weights would fit, without changing anything.
 
-    `given` has a shape, or a tensor, for each name; `aliases` the other names of tied weights; `extra` the entries that are no tensors
-    (None: not known, and then none of them is missed); `tied` what `tied_names` says of the model, where that is known.
+    `given` has a shape or a tensor for each name; `aliases` are the other names of tied weights; `extra` the entries that are not tensors
+    (None: unknown, and then none is reported as missing); `tied` is the result of `tied_names`, if it is known.
 
     >>> check_fit(torch.nn.Linear(2, 3), {"weight": (3, 2), "scale": (1,)})
     LoadReport(missing=('bias',), unexpected=('scale',), mismatched={}, renamed={})
@@ -193,7 +193,7 @@ def check_fit(
 
 @dataclass(frozen=True)
 class _TensorForm:
-    """What is known of a tensor in a file before it is read."""
+    """Shape and dtype of a tensor that was not read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
@@ -208,7 +208,7 @@ def _is_stored(value: Any) -> bool:
 
 
 def _renamed(given: Iterable[str], expected: Mapping[str, Any]) -> dict[str, str]:
-    """Return names that are the model's but for the parts that wrappers add; only where that is certain."""
+    """Return names that equal the model's without the prefixes of wrappers, where that is unambiguous."""
     given = list(given)
     left = [name for name in given if name not in expected]
     open_names: dict[str, list[str]] = {}
@@ -240,9 +240,9 @@ def _misfit(given: Any, expected: Any) -> str | None:
 
 
 def may_rename_keys(model: torch.nn.Module) -> bool:
-    """Whether the model may change names while it loads."""
-    # torch internals: whether a module loads in a way of its own shows in these methods and hooks alone (torch 2.13).
-    # tests/checkpoint/test_weights.py notices; it can go when torch tells which names a module will take.
+    """Whether the model may rename keys while it loads."""
+    # torch internals: only these methods and hooks show whether a module has its own loading code (torch 2.13).
+    # tests/checkpoint/test_weights.py notices; it can go when torch tells which names a module accepts.
     own = (torch.nn.Module.load_state_dict, torch.nn.Module._load_from_state_dict)
     for module in model.modules():
         kind = type(module)
@@ -254,13 +254,13 @@ def may_rename_keys(model: torch.nn.Module) -> bool:
 
 
 def _try_on_meta(model: torch.nn.Module, held: Mapping[str, Any], report: LoadReport) -> LoadReport:
-    """Return what a copy of the model without memory says of weights without memory; the report as it is where there can be none."""
+    """Return the report of loading meta tensors into a meta copy of the model, or the given report if that fails."""
     try:
-        twin = _meta_copy(model)
+        meta_copy = _meta_copy(model)
         values = OrderedDict((name, _meta_value(value)) for name, value in held.items())
-        answer = twin.load_state_dict(values, strict=False)
-    except Exception as error:  # code of the model, or an attribute that cannot be copied: what it cannot say, the comparison has said
-        get_logger(__name__).debug(f"{type(model).__name__} cannot be loaded on trial: {error}")
+        answer = meta_copy.load_state_dict(values, strict=False)
+    except Exception as error:  # code of the model, or an attribute that cannot be copied
+        get_logger(__name__).debug(f"{type(model).__name__} cannot be tried on the meta device: {error}")
         return report
     tied = tied_names(model)
     missing = [name for name in answer.missing_keys if not any(other in held for other in tied.get(name, ()))]
@@ -288,7 +288,7 @@ def load_into(
     *,
     strict: bool = True,
 ) -> LoadReport:
-    """Load weights; if they do not fit, an error before anything has changed. Without `strict`, what is missing keeps its value.
+    """Load weights; if they do not fit, raise before anything changes. Without `strict`, missing weights keep their values.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> load_into(model, {"weight": torch.tensor([[1.0, 2.0]])}, {}, {}, strict=False).missing
@@ -299,14 +299,14 @@ def load_into(
     kind = type(model).__name__
     report = check_fit(model, tensors, aliases, extra)
     if report.mismatched or (strict and not report):
-        raise CheckpointError(report.described("What is to be loaded", kind, strict=strict))
+        raise CheckpointError(report.described("The state dict", kind, strict=strict))
     state = arrange_state_dict(model, tensors, aliases, extra, report, strict=strict)
     places = tensor_slots(model)
     _allocate_meta(places, state)
     try:
         model.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise CheckpointError(f"{kind} refused to load: {error}. Its weights may be loaded in part.") from error
+        raise CheckpointError(f"{kind} failed to load: {error}. Its weights may be partly loaded.") from error
     _retie(places)
     return report
 
@@ -321,7 +321,7 @@ def arrange_state_dict(
     strict: bool,
     tied: Mapping[str, list[str]] | None = None,
 ) -> OrderedDict[str, Any]:
-    """Return the state dict that the model gets: under its own names, tied ones under all of them. Nothing is loaded yet."""
+    """Return the state dict for the model: under its names, tied weights under all of theirs. Nothing is loaded yet."""
     everything: dict[str, Any] = {**tensors, **extra}
     versions = everything.pop(METADATA, None)
     everything |= {name: everything[kept] for name, kept in aliases.items() if kept in everything and name not in everything}
@@ -332,40 +332,40 @@ def arrange_state_dict(
             state[name] = state[there[0]]
         elif name in state:
             _require_equal_aliases(state, name, there, strict=strict)
-    if isinstance(versions, Mapping):  # only those that are not 1 were stored
+    if isinstance(versions, Mapping):  # version 1 is not stored
         state._metadata = {path: {"version": 1} for path, _ in model.named_modules()} | dict(versions)  # type: ignore[attr-defined]
     return state
 
 
 def _require_equal_aliases(state: OrderedDict[str, Any], name: str, others: list[str], *, strict: bool) -> None:
-    """Raise if the file has two values for the names of one weight; without `strict`, warn and take the first."""
+    """Raise if the file has different values for a tied weight; without `strict`, warn and use the first."""
     for other in others:
-        entry, two = state[name], state[other]
-        if entry is two or _same(entry, two):
+        value, other_value = state[name], state[other]
+        if value is other_value or _same(value, other_value):
             continue
-        problem = f"{name} and {other} are one weight in this model, and the file has two different values for them"
+        problem = f"{name} and {other} are tied in this model, and the file has different values for them"
         if strict:
             raise CheckpointError(f"{problem}. Build a model in which they are not tied, or load with strict=False.")
-        get_logger(__name__).warning(f"{problem}: that of {name} is taken.")
-        state[other] = entry
+        get_logger(__name__).warning(f"{problem}: that of {name} is used.")
+        state[other] = value
 
 
-def _same(tensor: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether they have the same bits, as far as this rank holds them: nan equals nan here."""
-    if is_sharded(tensor) and is_sharded(two):
-        return tuple(tensor.shape) == tuple(two.shape) and _same(tensor.to_local(), two.to_local())  # type: ignore[attr-defined]
-    if tensor.dtype != two.dtype or tensor.shape != two.shape or not tensor.numel():
-        return tensor.dtype == two.dtype and tensor.shape == two.shape
-    return memory_identity(tensor) == memory_identity(two) or torch.equal(pack_bytes(tensor), pack_bytes(two))
+def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits on this rank; nan equals nan."""
+    if is_sharded(tensor) and is_sharded(other):
+        return tuple(tensor.shape) == tuple(other.shape) and _same(tensor.to_local(), other.to_local())  # type: ignore[attr-defined]
+    if tensor.dtype != other.dtype or tensor.shape != other.shape or not tensor.numel():
+        return tensor.dtype == other.dtype and tensor.shape == other.shape
+    return memory_identity(tensor) == memory_identity(other) or torch.equal(pack_bytes(tensor), pack_bytes(other))
 
 
 def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:
-    """Return every parameter and buffer with all places where it stands: more than one if it is tied."""
+    """Return every parameter and buffer with all its slots: more than one if it is tied."""
     found: dict[int, TensorSlots] = {}
     waiting = [("", model)]
-    while waiting:  # in the order of named_modules, whose generators inside of generators take three times as long
+    while waiting:  # in the order of named_modules, whose nested generators take three times as long
         path, module = waiting.pop()
-        # torch internals: `named_parameters` leaves out the second place of a tied tensor unless asked, and is slower (torch 2.13).
+        # torch internals: `named_parameters` omits the second slot of a tied tensor unless asked, and is slower (torch 2.13).
         # tests/checkpoint/test_weights.py notices; it can go when `named_parameters(remove_duplicate=False)` is as fast.
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -376,7 +376,7 @@ def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:
 
 
 def tied_names(model: torch.nn.Module, places: Iterable[TensorSlots] | None = None) -> dict[str, list[str]]:
-    """Return the other names of every tied weight, in the order of the model; `places` are those of `tensor_slots`, where known."""
+    """Return the other names of every tied weight, in the order of the model; `places` is the result of `tensor_slots`, if known."""
     groups: dict[Any, list[str]] = {}
     for tensor, where in tensor_slots(model) if places is None else places:
         groups.setdefault(memory_identity(tensor), []).extend([name for name, _ in where])
@@ -384,7 +384,7 @@ def tied_names(model: torch.nn.Module, places: Iterable[TensorSlots] | None = No
 
 
 def cast_weights(model: torch.nn.Module, names: Collection[str], dtype: torch.dtype, keep: Collection[str] = ()) -> None:
-    """Cast floating point weights of these names to `dtype`, in modules named in `keep` to float32. They stay the same objects."""
+    """Cast floating-point weights of these names to `dtype`, in place; those in modules named in `keep` to float32."""
     for tensor, where in tensor_slots(model):
         if tensor.is_floating_point() and any(name in names for name, _ in where):
             kept = any(f".{entry}." in f".{name}." for name, _ in where for entry in keep)
@@ -392,10 +392,10 @@ def cast_weights(model: torch.nn.Module, names: Collection[str], dtype: torch.dt
 
 
 def _allocate_meta(places: list[TensorSlots], state: Mapping[str, Any]) -> None:
-    """Allocate meta weights that are about to be loaded; tied ones stay one."""
+    """Allocate meta weights that will be loaded; tied ones stay tied."""
     for tensor, where in places:
         if tensor.is_meta and any(name in state for name, _ in where):
-            with torch.inference_mode(False):  # weights of that mode could not be used outside of it
+            with torch.inference_mode(False):  # inference tensors could not be trained
                 empty = torch.empty_like(tensor, device="cpu")
                 made = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
             for _, place in where:
@@ -403,7 +403,7 @@ def _allocate_meta(places: list[TensorSlots], state: Mapping[str, Any]) -> None:
 
 
 def _retie(places: list[TensorSlots]) -> None:
-    """Tie weights again that were tied before, also where loading has replaced them."""
+    """Tie weights again that loading has replaced."""
     for _, where in places:
         if len(where) > 1:
             first = _get(where[0][1])
@@ -418,7 +418,7 @@ def _get(place: TensorSlot) -> torch.Tensor | None:
 
 
 def set_tensor(place: TensorSlot, tensor: torch.Tensor) -> None:
-    """Make a tensor the one that stands in this place."""
+    """Put a tensor into a slot."""
     module, name = place
     if isinstance(tensor, torch.nn.Parameter):
         module._parameters[name] = tensor
@@ -428,17 +428,17 @@ def set_tensor(place: TensorSlot, tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict taken apart."""
+    """A state dict split into tensors, aliases and other values."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Other names of tied weights, and the name under which each is stored."""
+    """Aliases of tied weights, and the name under which each is stored."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What is no tensor, or one of a kind that safetensors has no name for; and the versions of layers, where they are not 1."""
+    """Values that are not tensors, tensors of dtypes that safetensors does not have, and layer versions other than 1."""
 
 
 def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
-    """Return a state dict taken apart; the tensors are those of the model, not copies. `where` begins the messages.
+    """Split a state dict; the tensors are those of the model, not copies. `where` begins the messages.
 
     >>> shared = torch.ones(2)
     >>> split_state_dict({"embed": shared, "head": shared, "step": 3}, "the weights")
@@ -448,7 +448,7 @@ def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
     stored: dict[Any, str] = {}
     for name, value in state_dict.items():
         if not isinstance(name, str) or name == "__metadata__" or not is_utf8(name):
-            raise CheckpointError(f"{where} have the name {name!r}, which a file of weights cannot hold. Give the weight another name.")
+            raise CheckpointError(f"{where} have the name {name!r}, which a weight file cannot store. Rename the weight.")
         if not isinstance(value, torch.Tensor):
             weights.extra[name] = value
             continue
@@ -463,16 +463,15 @@ def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
             weights.aliases[name] = kept
     versions = getattr(state_dict, METADATA, None)
     if isinstance(versions, Mapping) and METADATA not in state_dict:
-        told = {path: dict(said) for path, said in versions.items() if said and dict(said) != {"version": 1}}
-        if told:
-            weights.extra[METADATA] = told
+        changed = {path: dict(entry) for path, entry in versions.items() if entry and dict(entry) != {"version": 1}}
+        weights.extra.update({METADATA: changed} if changed else {})
     return weights
 
 
 def plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, frozen: Collection[str] = frozenset()) -> list[list[str]]:
-    """Return the names that go into each file: at most `max_shard_size` bytes of tensors, unless a single one has more.
+    """Return the names of the tensors in each file: at most `max_shard_size` bytes, unless a single tensor has more.
 
-    Those in `frozen` go to files of their own, which then do not change from save to save. In each file they stand in `file_order_key`.
+    Those in `frozen` get separate files, which do not change from save to save. In each file they are ordered by `file_order_key`.
 
     >>> plan_shards({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}, 32)
     [['a', 'b'], ['c']]
@@ -502,7 +501,7 @@ def shard_names(base: str, count: int, suffix: str = "safetensors") -> list[str]
 
 
 def index_bytes(files: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Return the index over files of weights: which name is in which file."""
+    """Return the index of weight files: the file of each name."""
     where = {name: file for file, names in files.items() for name in names}
     total = sum(tensor.nbytes for tensor in tensors.values())
     return strict_json.dump({"metadata": {"total_size": total}, "weight_map": {name: where[name] for name in tensors}}, indent=2)
@@ -516,9 +515,9 @@ def write_weights(
     max_shard_size: int | None = None,
     frozen: Collection[str] = frozenset(),
 ) -> tuple[list[str], str | None]:
-    """Write tensors through `add(name, encode)`, the index last; return the names of the files and of the index, if there are several.
+    """Write tensors through `add(name, encode)`, the index last; return the names of the files, and of the index if there are several.
 
-    Other names of tied weights stand in the metadata of the file.
+    Aliases of tied weights are in the metadata of the file.
     """
     groups = plan_shards(tensors, max_shard_size, frozen)
     names = shard_names(base, len(groups))
