@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
+import transformers
 from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -384,3 +385,31 @@ def test_groups_of_fully_shard(fake_ranks: None, policy: str | None, classes: tu
         fully_shard(module, mesh=mesh, ignored_params=ignored)
         actual[name] = {key for key, parameter in model.named_parameters() if before[key] is not parameter}
     assert actual == expected
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+TOKENS = torch.zeros(2, 8, dtype=torch.long)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.parametrize("policy", [None, "size_based_wrap"])
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: nn.Transformer(32, 2, 2, 2, 64, batch_first=True), {"src": torch.ones(2, 8, 32), "tgt": torch.ones(2, 8, 32)}),
+        (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)), {"input_ids": TOKENS}),
+        (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), {"input_ids": TOKENS}),
+        (lambda: nn.Sequential(nn.Embedding(100, 32), nn.LSTM(32, 32, 2)), {"input": TOKENS}),
+    ],
+    ids=["transformer", "bert", "llama", "lstm"],
+)
+def test_planned_models_run(fake_ranks: None, policy: str | None, make: Callable[[], nn.Module], inputs: dict[str, Any]) -> None:
+    """No module that is chosen is used without being called: its parameters are there when it runs, and all have gradients."""
+    model = make()
+    mesh = init_device_mesh(CPU.type, (4,))
+    for _, module in (*plan(model, policy, min_num_params=500).blocks, ("", model)):
+        fully_shard(module, mesh=mesh)
+    outputs = model(**inputs)
+    outputs = getattr(outputs, "logits", outputs)
+    (outputs if torch.is_tensor(outputs) else outputs[0]).sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []

@@ -1,1 +1,1 @@
-"""What is applied to a model around its strategy: compilation, Local SGD, and the way back to the user's model."""
+"""What is applied to a model around its strategy: the mesh, the blocks that are sharded, compilation, Local SGD, and the way back."""
