@@ -220,7 +220,7 @@ def _choose(tree: _Tree, options: _WrapOptions) -> _Choice:
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    """Return the names of the class of a module and of its bases; those of the root's and torch's base are left out."""
+    """Return the names of the class of a module and of its bases, without that of `nn.Module`."""
     return {kind.__name__ for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module}
 
 
