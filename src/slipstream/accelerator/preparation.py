@@ -67,8 +67,10 @@ class PreparationMixin(AcceleratorBase):
         loaders_before = len(self._components.registry.loaders)
         kinds = [_kind(argument) for argument in args]
         positions = {kind: [index for index, entry in enumerate(kinds) if entry == kind] for kind in _PREPARE_ORDER}
+        self._components.strategy.expect([args[index] for index in positions["optimizer"]])
         for index in positions["model"]:
             results[index] = self.prepare_model(args[index], places[index])
+        self._components.strategy.expect([])
         for index in positions["optimizer"]:
             results[index] = self.prepare_optimizer(args[index], places[index])
         loaders = [args[index] for index in positions["loader"]]

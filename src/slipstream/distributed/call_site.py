@@ -46,7 +46,10 @@ def _autograd() -> tuple[str, ...]:
     if torch is None or torch.__file__ is None:
         return ()
     root = os.path.dirname(torch.__file__)
-    inside = (("autograd", ""), ("_tensor.py",), ("nn", "parallel", ""), ("nn", "modules", "module.py"))
+    inside = (
+        ("autograd", ""), ("_tensor.py",), ("nn", "parallel", ""), ("nn", "modules", ""), ("distributed", "fsdp", ""), ("_dynamo", ""),
+        ("utils", "_contextlib.py"), ("utils", "checkpoint.py"),
+    )
     return tuple(os.path.join(root, *parts) for parts in inside)
 
 

@@ -1,7 +1,7 @@
 """What a strategy is: the methods below, and the null object that implements them for one process.
 
     check, move, prepare, unwrap       raise for a model that cannot run; move it to the device; wrap it; return the user's model
-    map_optimizer                      let an optimizer work on parameters that `prepare` has replaced
+    expect, map_optimizer              optimizers that come with the models; let one work on parameters that `prepare` has replaced
     device_type                        the device type that autocast and the loss scaler work on
     set_sync, defer                    whether the coming backward passes reduce gradients
     no_sync, trigger_sync, join        the same as blocks: none; the next one; as long as any rank has batches
@@ -70,6 +70,9 @@ class Strategy:
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
         """Wrap a model; `before` is what was returned for it the last time, and is returned again if it is still right."""
         return model
+
+    def expect(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take note of the optimizers that are prepared together with the coming models, to say what they will need; [] forgets them."""
 
     def map_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Let an optimizer work on the parameters that `prepare` put in the place of its own; return whether any changed."""

@@ -34,6 +34,7 @@ from slipstream.logging import get_logger
 from slipstream.observability.timing.meter import Meter
 from slipstream.parallel.activation import checkpoint_activations
 from slipstream.parallel.mesh import MeshSizes
+from slipstream.parallel.shard_sizes import describe_shard_sizes
 from slipstream.parallel.wrap_policy import BlockPlan, plan_blocks
 from slipstream.strategies.base import Strategy, check_not_sharded
 from slipstream.strategies.fsdp_options import ShardingOptions
@@ -76,6 +77,10 @@ class FSDPStrategy(Strategy):
         self._in_backward = runtime.watch("backward", limits)
         self._in_forward = runtime.watch("forward", limits)
         self._in_prepare = runtime.watch("prepare", limits)
+        self._in_clip = runtime.watch("clip_grad_norm_", limits)
+        self._in_state = runtime.watch("get_state_dict", limits)
+        self._is_in_backward = False
+        self._expected: list[torch.optim.Optimizer] = []
         self._models: list[ShardedModel] = []
 
     # -- the mesh -------------------------------------------------------------------------------------------------
@@ -114,8 +119,6 @@ class FSDPStrategy(Strategy):
             sharded = self._shard(model, channel, known)
         self._runtime.sharded_models[model] = sharded
         self._keep(sharded)
-        if self._meter is not None:
-            sharded.time_communication(self._meter)
         self._install_hooks(model, sharded)
         sharded.begin()
         return model
@@ -131,6 +134,7 @@ class FSDPStrategy(Strategy):
             dismantle(model)
         plan = plan_blocks(model, options)
         self._check_same(model, plan, channel)
+        get_logger(__name__).info(describe_shard_sizes(model, plan, options, self.sizes, self._expected), main_process_only=True)
         mesh = self.mesh
         if options.activation_checkpointing:
             checkpoint_activations(plan.blocks or (("", model),), offload=options.activation_checkpointing_offload, device=self._device)
@@ -159,7 +163,6 @@ class FSDPStrategy(Strategy):
                 for slot in slots:
                     local_part(slot.current.detach()).copy_(local_part(transfer(slot.parameter, slot.current)))
         record_forms(self._runtime, slots)
-        get_logger(__name__).info(f"{type(model).__name__} is sharded over {self.sizes}: blocks are {plan.reason}", main_process_only=True)
         return ShardedModel.of(model, lambda: bool(channel.usable), self.sizes)
 
     def _check_same(self, model: torch.nn.Module, plan: BlockPlan, channel: Any) -> None:
@@ -191,25 +194,42 @@ class FSDPStrategy(Strategy):
             initialize(module)
 
     def _install_hooks(self, model: torch.nn.Module, sharded: ShardedModel) -> None:
-        """Watch the waits of forward passes, of the model and of its parts."""
-        section, name = self._in_forward, type(model).__name__
+        """Watch what the model waits for, and let its parts run by themselves."""
+        name = type(model).__name__
 
-        def enter() -> None:
+        def check() -> None:
             if not sharded.is_current():
                 raise StateError(
                     f"this {name} is sharded over a process group that has been released: prepare it again "
                     "(`model = accelerator.prepare(model)`), and its shards belong to the present one"
                 )
-            section.enter()
 
-        sharded.handles.append(model.register_forward_pre_hook(lambda module, args: enter(), prepend=True))
-        sharded.handles.append(model.register_forward_hook(lambda module, args, output: section.leave(), always_call=True))
-        sharded.let_parts_run(enter, section.leave)
+        sharded.handles.append(model.register_forward_pre_hook(lambda module, args: check(), prepend=True))
+        sharded.let_parts_run(check)
+        sharded.watch_communication(self._watch_communication)
+
+    @contextmanager
+    def _watch_communication(self) -> Iterator[None]:
+        """Run a collective of a pass: its time is communication; in a forward pass it is a watched section of its own."""
+        meter = self._meter
+        begun = meter is not None and meter.wait()
+        try:
+            if self._is_in_backward:  # which is watched as a whole
+                yield
+            else:
+                with self._in_forward:
+                    yield
+        finally:
+            if meter is not None:
+                meter.end_wait(begun)
 
     def _find(self, model: torch.nn.Module) -> ShardedModel | None:
         return next((entry for entry in self._models if entry.model() is model), None)
 
     # -- optimizers -----------------------------------------------------------------------------------------------
+
+    def expect(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._expected = list(optimizers)
 
     def map_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         with self._in_prepare:
@@ -261,7 +281,11 @@ class FSDPStrategy(Strategy):
             for sharded in models:
                 if not sharded.held:
                     sharded.set_reduces(reducing is None or sharded.model() in reducing)
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._is_in_backward = True
+            try:
+                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            finally:
+                self._is_in_backward = False
             for sharded in models:
                 if sharded.reduces:
                     sharded.average_whole()
@@ -292,7 +316,7 @@ class FSDPStrategy(Strategy):
         current = known is None or known.is_current()
         sharded = {name: list(value.shape) for name, value in state.items() if isinstance(value, DTensor)}
         check_agreement(self._runtime.channel(self._limits), self._limits, f"the weights of {type(model).__name__}", sharded)
-        with self._in_prepare:
+        with self._in_state:
             for name in sharded:
                 value = state[name].full_tensor() if current else gather_rows(state[name])
                 state[name] = value.to(CPU.type)
@@ -301,7 +325,7 @@ class FSDPStrategy(Strategy):
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        with self._in_backward:
+        with self._in_clip:
             norm = _total_norm(gradients, float(norm_type), self._device)
         parts = [part for gradient in gradients if (part := local_part(gradient)).numel()]
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

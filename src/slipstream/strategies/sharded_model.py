@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils.hooks import RemovableHandle
 
 from slipstream.devices.table import CPU
-from slipstream.observability.timing.meter import Meter
 from slipstream.parallel.mesh import MeshSizes
 from slipstream.parallel.wrap_policy import BlockPlan
 
@@ -102,25 +102,24 @@ class ShardedModel:
             if not any(parameter.is_meta for parameter in module.parameters()):  # type: ignore[attr-defined]
                 _state(module)._lazy_init()  # type: ignore[arg-type]
 
-    def time_communication(self, meter: Meter) -> None:
-        """Record the waits for gathered parameters and scattered gradients as communication; what is prefetched counts as overlapped."""
+    def watch_communication(self, watch: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Run the waits for gathered parameters and scattered gradients in blocks of `watch`; what is prefetched does not wait."""
         model = self.model()
         for module in [] if model is None else model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_TimedAllGather(meter))
-                module.set_custom_reduce_scatter(_TimedReduceScatter(meter))
+                module.set_custom_all_gather(_WatchedAllGather(watch))
+                module.set_custom_reduce_scatter(_WatchedReduceScatter(watch))
 
-    def let_parts_run(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    def let_parts_run(self, check: Callable[[], None]) -> None:
         """Let submodules that hold parameters of an outermost module be called by themselves, as `model.head(x)`.
 
-        While the outermost module runs, its parameters are there. Else such a call gathers them, as a pass of its own. `enter` and
-        `leave` are called around what it waits for.
+        While the outermost module runs, its parameters are there. Else such a call gathers them, as a pass of its own, after `check`.
         """
         for root in self._roots():
             state: Any = _state(root)  # type: ignore[arg-type]
             held = [place for group in state._fsdp_param_groups for sharded in group.fsdp_params for place in _modules_of(sharded)]
             for part in dict.fromkeys(part for part in held if not isinstance(part, FSDPModule)):
-                part_call = _PartCall(root, state, enter, leave)
+                part_call = _PartCall(root, state, check)
                 self.handles.append(part.register_forward_pre_hook(part_call.before, prepend=True, with_kwargs=True))
                 self.handles.append(part.register_forward_hook(part_call.after, always_call=True))
             self.handles.append(root.register_forward_hook(_free_without_backward, always_call=True))  # type: ignore[attr-defined]
@@ -189,49 +188,42 @@ class ShardedModel:
                     parameter.grad.copy_(piece.view_as(parameter))
 
 
-class _TimedAllGather(DefaultAllGather):
-    """torch's own all-gather, whose blocking time is communication."""
+class _WatchedAllGather(DefaultAllGather):
+    """torch's own all-gather, in a block that watches how long it takes."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        begun = self._meter.wait()
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            self._meter.end_wait(begun)
-
-
-class _TimedReduceScatter(DefaultReduceScatter):
-    """torch's own reduce-scatter, whose blocking time is communication."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, watch: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._watch = watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        begun = self._meter.wait()
-        try:
+        with self._watch():
             return super().__call__(*args, **kwargs)
-        finally:
-            self._meter.end_wait(begun)
+
+
+class _WatchedReduceScatter(DefaultReduceScatter):
+    """torch's own reduce-scatter, in a block that watches how long it takes."""
+
+    def __init__(self, watch: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._watch = watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watch():
+            return super().__call__(*args, **kwargs)
 
 
 class _PartCall:
     """Hooks of a submodule whose parameters belong to an outermost module: gather them, if that one does not run."""
 
-    def __init__(self, root: Any, state: Any, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    def __init__(self, root: Any, state: Any, check: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
         self._state = weakref.ref(state)
-        self._enter = enter
-        self._leave = leave
+        self._check = check
         self._is_open = False
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         state, root = self._state(), self._root()
         if state is None or root is None or state._training_state is not TrainingState.IDLE:
             return None
-        self._enter()
+        self._check()
         self._is_open = True
         return state._pre_forward(root, args, kwargs)
 
@@ -239,7 +231,6 @@ class _PartCall:
         if not self._is_open:
             return None
         self._is_open = False
-        self._leave()
         state, root = self._state(), self._root()
         if state is None or root is None or output is None:  # an error is on its way
             return None
