@@ -58,7 +58,8 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "utils.deepspeed": "",
         "utils.environment": """clear_environment get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment
             str_to_bool""",
-        "utils.fsdp_utils": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
+        "utils.fsdp_utils": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading load_fsdp_model load_fsdp_optimizer
+            merge_fsdp_weights save_fsdp_model save_fsdp_optimizer""",
         "utils.imports": """deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
             is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available is_clearml_available
             is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available is_dvclive_available is_fp16_available
@@ -151,13 +152,8 @@ ABSENT: Final = (
         """compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
         fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
-        get_parameters_from_modules load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer""",
+        get_parameters_from_modules""",
         "Pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)) and use accelerator.prepare, save_state and load_state.",
-    ),
-    Absence(
-        "merging the weights of sharded checkpoints",
-        "merge_fsdp_weights",
-        "`slipstream merge-weights FOLDER OUTPUT` merges weights in several files into one file.",
     ),
     Absence(
         "training with DeepSpeed",

@@ -24,6 +24,7 @@ _NAMES = {
     "big_models.weight_store.weights": "OffloadedWeightsLoader PrefixedDataset",
     "checkpoint.manifest": """MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
         SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
+    "checkpoint.fsdp_io": "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer",
     "checkpoint.model_io": "clean_state_dict_for_safetensors",
     "checkpoint.object_file": "load save",
     "config.files": "write_basic_config",

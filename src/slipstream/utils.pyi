@@ -44,6 +44,13 @@ from slipstream.big_models.weight_store.offload_folder import (
     save_offload_index as save_offload_index,
 )
 from slipstream.big_models.weight_store.weights import OffloadedWeightsLoader as OffloadedWeightsLoader, PrefixedDataset as PrefixedDataset
+from slipstream.checkpoint.fsdp_io import (
+    load_fsdp_model as load_fsdp_model,
+    load_fsdp_optimizer as load_fsdp_optimizer,
+    merge_fsdp_weights as merge_fsdp_weights,
+    save_fsdp_model as save_fsdp_model,
+    save_fsdp_optimizer as save_fsdp_optimizer,
+)
 from slipstream.checkpoint.manifest import (
     MODEL_NAME as MODEL_NAME,
     OPTIMIZER_NAME as OPTIMIZER_NAME,

@@ -40,7 +40,7 @@ from slipstream.files.paths import ConfinedFolder
 from slipstream.files.reader import read_whole
 
 __all__ = [
-    "AccelerateCheckpoint", "is_accelerate_checkpoint", "read_accelerate_checkpoint", "read_random_states",
+    "AccelerateCheckpoint", "explain_bad_optimizer", "is_accelerate_checkpoint", "read_accelerate_checkpoint", "read_random_states",
 ]
 
 
@@ -364,7 +364,7 @@ class _FolderReader:
 
     def _optimizer(self, name: str) -> dict[str, Any]:
         if name.endswith(".bin"):
-            return self._state(name, _check_optimizer)
+            return self._state(name, explain_bad_optimizer)
         return self._dcp_optimizer(self._open_dcp(name), OPTIMIZER_NAME)
 
     def _open_dcp(self, name: str) -> DcpFolder:
@@ -375,7 +375,7 @@ class _FolderReader:
         placeholders = self._placeholders.add(folder.tensors)
         small = {id(placeholder): folder.tensors[name] for name, placeholder in placeholders.items() if not placeholder.dim()}
         state = {"state": {}, **_replaced(folder.state(key), small)}
-        if problem := _check_optimizer(state):
+        if problem := explain_bad_optimizer(state):
             raise CheckpointError(f"{folder.tensors.where} cannot be used: it {problem}")
         return state
 
@@ -448,7 +448,10 @@ def _check_weights(state: dict[str, Any]) -> str | None:
     return None if all(isinstance(name, str) for name in state) else "has weights whose names are not strings"
 
 
-def _check_optimizer(state: dict[str, Any]) -> str | None:
+def explain_bad_optimizer(state: Any) -> str | None:
+    """Return what is wrong with the state of an optimizer, as the end of a sentence; None if it can be loaded."""
+    if not isinstance(state, dict):
+        return "is not a mapping"
     groups, states = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(states, dict):
         return "is not the state of an optimizer: it has no list param_groups or no mapping state"

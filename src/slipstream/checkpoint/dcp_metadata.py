@@ -26,14 +26,16 @@ from slipstream.files.paths import ConfinedFolder, check_name, open_inside
 from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, TensorEntry, read_layout
 
 __all__ = [
-    "DCP_METADATA", "DCP_SHARD_FILE", "DTYPE_CODES", "DTYPE_SIZES", "DcpChunk", "DcpMetadata", "DcpTensor", "FileSpan", "is_dcp_folder",
-    "find_shard", "parse_dcp_metadata", "read_dcp_metadata", "read_shard_header", "read_shards_metadata",
+    "DCP_METADATA", "DCP_SHARD_FILE", "DTYPE_CODES", "DTYPE_SIZES", "DcpChunk", "DcpMetadata", "DcpTensor", "FileSpan",
+    "SAVE_KEY", "is_dcp_folder", "find_shard", "parse_dcp_metadata", "read_dcp_metadata", "read_shard_header", "read_shards_metadata",
 ]
 
 
 DCP_METADATA: Final = ".metadata"
 DCP_SHARD_FILE: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
 """Names of files with the shards that one rank has, as `HuggingFaceStorageWriter(save_distributed=True)` gives them."""
+SAVE_KEY: Final = "slipstream_save"
+"""The key in the metadata of files of shards that Slipstream wrote: the same in all files of one save."""
 DTYPE_CODES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "float64": "F64",
@@ -433,8 +435,10 @@ def read_shards_metadata(folder: Path, names: list[str]) -> DcpMetadata:
     """
     shards: dict[str, list[tuple[TensorEntry, Box, tuple[int, ...], DcpChunk]]] = {}
     aliases: dict[str, str] = {}
+    saves: dict[str | None, str] = {}
     for file in names:
         layout, positions = read_shard_header(folder, file)
+        saves[layout.metadata.get(SAVE_KEY)] = file
         aliases |= {other: kept for other, kept in layout.metadata.items() if kept in layout.entries}
         for name, (offset, shape) in positions.items():
             entry = layout.entries[name]
@@ -442,6 +446,8 @@ def read_shards_metadata(folder: Path, names: list[str]) -> DcpMetadata:
             span = FileSpan(file, 0, entry.end - entry.start)
             reach = tuple(start + length for start, length in zip(offset, entry.shape, strict=True))
             shards.setdefault(name, []).append((entry, box, shape or reach, DcpChunk(box, span, archived=False)))
+    if len(saves) > 1:
+        raise CheckpointError(f"{folder}: {' and '.join(sorted(saves.values())[:2])} are not of one save. Use another checkpoint.")
     codes = {code: name for name, code in DTYPE_CODES.items()}
     tensors = {}
     for name, held in shards.items():

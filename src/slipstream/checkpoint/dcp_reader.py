@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,18 +28,20 @@ from slipstream.checkpoint.dcp_metadata import (
     read_dcp_metadata,
     read_shard_header,
 )
+from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.pickle_reader import read_values
 from slipstream.checkpoint.pickle_records import NotPlainError
 from slipstream.checkpoint.shard_layout import Box, cover_box, element_runs, whole_box
 from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, TORCH_DTYPES, dtype_name, from_buffer
 from slipstream.distributed.codec import empty_host_tensor
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, MissingCheckpointError
+from slipstream.files import strict_json
 from slipstream.files.checksum import BLOCK_SIZE
-from slipstream.files.paths import open_inside
+from slipstream.files.paths import ConfinedFolder, open_inside
 from slipstream.files.reader import read_span
 from slipstream.logging import get_logger
 
-__all__ = ["DcpFolder", "DcpTensors", "DcpWeights", "nest", "open_dcp"]
+__all__ = ["DcpFolder", "DcpTensors", "DcpWeights", "nest", "open_dcp", "open_shard_files"]
 
 
 _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
@@ -46,6 +49,7 @@ _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 )
 _MODEL_KEYS: Final = ("model", "state_dict", "module")
 """Keys under which scripts save the weights of a model beside other states."""
+_EXTRA: Final = ("model_extra.json", "model_extra.safetensors")
 
 
 class _Files:
@@ -192,6 +196,8 @@ class DcpFolder:
         }
         state = self.state(under) if under is not None else {name: self.value(name) for name in names if name in self.metadata.values}
         extra = {name: _read_all(value, self.tensors) for name, value in state.items() if name not in tensors}
+        if self.metadata.has_no_table:
+            extra = self._extra_beside()
         taken = set(names)
         left_out = dict.fromkeys(str(path[0]) for name, path in self.metadata.paths.items() if name not in taken)
         if left_out:
@@ -203,6 +209,17 @@ class DcpFolder:
             held = ", ".join(map(repr, list(self.metadata.tensors)[:3]))
             raise CheckpointError(f"{self.tensors.where} holds no weights of a model, but other tensors such as {held}.")
         return DcpWeights(DcpTensors(self._files, tensors), self.metadata.aliases, extra)
+
+    def _extra_beside(self) -> dict[str, Any]:
+        """Return what is no tensor, from the file beside the shards that `save_fsdp_model` writes."""
+        for name in _EXTRA:
+            with ConfinedFolder(self.metadata.folder) as opened, suppress(MissingCheckpointError):
+                where = str(self.metadata.folder / name)
+                found = read_part(name, bytearray(opened.read(name, strict_json.LARGEST)), where)
+                if not isinstance(found, dict):
+                    raise CheckpointError(f"{where} holds no entries of a state dict.")
+                return found
+        return {}
 
     def _find_model(self) -> str | None:
         nested = dict.fromkeys(str(path[0]) for path in self.metadata.paths.values() if len(path) > 1)
@@ -223,6 +240,11 @@ def open_dcp(folder: str | os.PathLike[str]) -> DcpFolder:
     metadata = read_dcp_metadata(Path(folder))
     files = _Files(metadata.folder)
     return DcpFolder(metadata, DcpTensors(files, metadata.tensors), files)
+
+
+def open_shard_files(metadata: DcpMetadata) -> DcpTensors:
+    """Return the tensors in files of shards whose headers were read."""
+    return DcpTensors(_Files(metadata.folder), metadata.tensors)
 
 
 def nest(paths: Mapping[str, tuple[str | int, ...]], values: Mapping[str, Any], where: str) -> dict[str, Any]:

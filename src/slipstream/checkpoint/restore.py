@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.accelerator.components import Components
     from slipstream.checkpoint.saver import Saver
 
-__all__ = ["LoadOptions", "restore"]
+__all__ = ["LoadOptions", "reshard_model", "reshard_optimizer", "restore"]
 
 
 _PARAMETER_SHAPED_STATE = (
@@ -314,13 +314,13 @@ def _reshard_saved_state(components: Components, objects: Sequence[Any], saved: 
     return replace(
         saved,
         models={
-            number: _reshard_model(models[number].original, model, placeholders, strict=strict) if number < len(models) else model
+            number: reshard_model(models[number].original, model, placeholders, strict=strict) if number < len(models) else model
             for number, model in saved.models.items()
         },
         optimizers=None
         if saved.optimizers is None
         else [
-            _reshard_optimizer(state, optimizers[number].param_groups, placeholders) if number < len(optimizers) else state
+            reshard_optimizer(state, optimizers[number].param_groups, placeholders) if number < len(optimizers) else state
             for number, state in enumerate(saved.optimizers)
         ],
         objects={
@@ -341,7 +341,8 @@ def _reshard_gradients(components: Components, gradients: Mapping[str, Any], pla
     return {name: reshard(gradient, targets.get(name), placeholders) for name, gradient in gradients.items()}
 
 
-def _reshard_model(model: torch.nn.Module, stored: SavedModel, placeholders: TensorPlaceholders, *, strict: bool) -> SavedModel:
+def reshard_model(model: torch.nn.Module, stored: SavedModel, placeholders: TensorPlaceholders, *, strict: bool) -> SavedModel:
+    """Return the weights of a model with every tensor sharded like its target; raise if they do not fit."""
     targets = dict(model.state_dict())
     report = check_fit(model, stored.tensors, stored.aliases, stored.extra)
     tensors = {
@@ -364,7 +365,7 @@ def _hold_same_part(value: Any, other: Any) -> bool:
     return is_sharded(value) == is_sharded(other) and (not is_sharded(value) or local_box(value) == local_box(other))
 
 
-def _reshard_optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], placeholders: TensorPlaceholders) -> Any:
+def reshard_optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], placeholders: TensorPlaceholders) -> Any:
     """Return the state of an optimizer with entries of the shape of a parameter sharded like the parameter."""
     numbers = [number for group in stored["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (parameter for group in groups for parameter in group["params"]), strict=True))
