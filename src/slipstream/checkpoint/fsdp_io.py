@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -50,6 +51,17 @@ _SHARD: Final = re.compile(r"shard-\d{5}-(model|optimizer)-\d{5}-of-\d{5}\.safet
 _OURS: Final = re.compile(rf"{_SHARD.pattern}|(model_extra|optimizer)\.(json|safetensors)", re.ASCII)
 """Names of files that a save here replaces."""
 _LARGEST_FILE: Final = 1 << 50
+
+
+@dataclass(frozen=True)
+class _LocalPart:
+    """What this rank writes."""
+
+    tensors: Mapping[str, tuple[torch.Tensor, ShardPosition]]
+    aliases: Mapping[str, str]
+    """Names of tied weights, and the name under which each is stored."""
+    write_rest: Callable[[AtomicFiles], list[str]]
+    """Writes what all ranks share, and returns the names of the files."""
 
 
 def merge_fsdp_weights(
@@ -96,22 +108,12 @@ def save_fsdp_model(
         write = partial(_write_full_model, folder, model_index, weights)
         _agree(accelerator, "save_fsdp_model", lambda: write() if accelerator.is_main_process else None)
         return
-    state = _chosen(original, accelerator._components.strategy.state(original), adapter_only=adapter_only)
-    where = f"the weights of {type(original).__name__}"
-    shards = local_shards(state, where)
-    local = split_state_dict({**state, **{name: shard.tensor for name, shard in shards.items()}}, where)
-    owned = {name: shard for name, shard in shards.items() if shard.owned and name not in local.aliases}
-    tensors = {name: (shard.tensor, shard.position) for name, shard in owned.items()}
-    if accelerator.is_main_process:
-        whole = {name: tensor for name, tensor in local.tensors.items() if name not in shards}
-        tensors |= {name: (tensor, ShardPosition(tuple(tensor.shape), whole_box(tensor.shape))) for name, tensor in whole.items()}
-    extra = {name: value for name, value in local.extra.items() if name != METADATA}
 
-    def rest(files: AtomicFiles) -> list[str]:
-        return [write_part(files.add, "model_extra", extra, where)[0]] if extra else []
+    def capture() -> _LocalPart:
+        state = _chosen(original, accelerator._components.strategy.state(original), adapter_only=adapter_only)
+        return _capture_model(state, f"the weights of {type(original).__name__}", is_main=accelerator.is_main_process)
 
-    target = folder / f"{FSDP_MODEL_NAME}_{model_index}"
-    _write_shards(accelerator, "save_fsdp_model", target, "model", tensors, local.aliases, rest)
+    _write_shards(accelerator, "save_fsdp_model", folder / f"{FSDP_MODEL_NAME}_{model_index}", "model", capture)
 
 
 def load_fsdp_model(
@@ -150,6 +152,22 @@ def load_fsdp_model(
         _peft().set_peft_model_state_dict(original, dict(read[0].tensors), adapter_name=original.active_adapter)
         return LoadReport((), (), {}, {})
     return load_into(original, read[0].tensors, read[0].aliases, read[0].extra)
+
+
+def _capture_model(state: Mapping[str, Any], where: str, *, is_main: bool) -> _LocalPart:
+    """Return the shards that this rank stores; the main process stores what is not sharded as well."""
+    shards = local_shards(state, where)
+    local = split_state_dict({**state, **{name: shard.tensor for name, shard in shards.items()}}, where)
+    owned = {name: shard for name, shard in shards.items() if shard.owned and name not in local.aliases}
+    tensors = {name: (shard.tensor, shard.position) for name, shard in owned.items()}
+    whole = {name: tensor for name, tensor in local.tensors.items() if name not in shards and is_main}
+    tensors |= {name: (tensor, ShardPosition(tuple(tensor.shape), whole_box(tensor.shape))) for name, tensor in whole.items()}
+    extra = {name: value for name, value in local.extra.items() if name != METADATA}
+
+    def write_rest(files: AtomicFiles) -> list[str]:
+        return [write_part(files.add, "model_extra", extra, where)[0]] if extra else []
+
+    return _LocalPart(tensors, local.aliases, write_rest)
 
 
 def _chosen(model: Any, state: Mapping[str, Any], *, adapter_only: bool) -> dict[str, Any]:
@@ -192,9 +210,8 @@ def save_fsdp_optimizer(
     """Write the state of an optimizer by the names of its parameters, sharded or full as `fsdp_plugin.state_dict_type` says."""
     folder = check_local_path(output_dir, "output_dir")
     where = f"the state of {type(getattr(optimizer, 'optimizer', optimizer)).__name__}"
-    state = name_parameters(optimizer.state_dict(), _names_of(accelerator, model, optimizer))
     if _is_full(fsdp_plugin):
-        whole = _gathered(state)
+        whole = _gathered(name_parameters(optimizer.state_dict(), _names_of(accelerator, model, optimizer)))
 
         def write() -> None:
             with AtomicFiles(folder, Disk()) as files:
@@ -203,17 +220,21 @@ def save_fsdp_optimizer(
 
         _agree(accelerator, "save_fsdp_optimizer", lambda: write() if accelerator.is_main_process else None)
         return
-    sharded: dict[str, Any] = {}
-    tree, tensors = flatten(state, where, sharded)
-    owned = {name: (shard.tensor, shard.position) for name, shard in local_shards(sharded, where).items() if shard.owned}
 
-    def rest(files: AtomicFiles) -> list[str]:
-        name, encoded = encode_tree(OPTIMIZER_NAME, tree, tensors)
-        files.add(name, *encoded)
-        return [name]
+    def capture() -> _LocalPart:
+        sharded: dict[str, Any] = {}
+        state = name_parameters(optimizer.state_dict(), _names_of(accelerator, model, optimizer))
+        tree, tensors = flatten(state, where, sharded)
+        owned = {name: (shard.tensor, shard.position) for name, shard in local_shards(sharded, where).items() if shard.owned}
 
-    target = folder / f"{OPTIMIZER_NAME}_{optimizer_index}"
-    _write_shards(accelerator, "save_fsdp_optimizer", target, OPTIMIZER_NAME, owned, {}, rest)
+        def write_rest(files: AtomicFiles) -> list[str]:
+            name, encoded = encode_tree(OPTIMIZER_NAME, tree, tensors)
+            files.add(name, *encoded)
+            return [name]
+
+        return _LocalPart(owned, {}, write_rest)
+
+    _write_shards(accelerator, "save_fsdp_optimizer", folder / f"{OPTIMIZER_NAME}_{optimizer_index}", OPTIMIZER_NAME, capture)
 
 
 def load_fsdp_optimizer(
@@ -311,32 +332,27 @@ def _find(folder: Path, stem: str, index: int, suffixes: tuple[str, ...]) -> Pat
     return found
 
 
-def _write_shards(
-    accelerator: Any,
-    operation: str,
-    folder: Path,
-    base: str,
-    tensors: Mapping[str, tuple[torch.Tensor, ShardPosition]],
-    aliases: Mapping[str, str],
-    write_rest: Callable[[AtomicFiles], list[str]],
-) -> None:
+def _write_shards(accelerator: Any, operation: str, folder: Path, base: str, capture: Callable[[], _LocalPart]) -> None:
     """Write the shards of this rank, and on the main process what all share; old files go when the new ones are there."""
+    captured: list[_LocalPart] = []
 
     def begin() -> str:
         if (folder / DCP_METADATA).exists():
             raise ConfigError(f"{folder} was written by torch.distributed.checkpoint, and would hold both. Write to another folder.")
+        captured.append(capture())
         return secrets.token_hex(8)
 
     save = _agree(accelerator, operation, begin)[0]
     name = f"shard-{accelerator.process_index + 1:05d}-{base}-00001-of-00001.safetensors"
 
     def write() -> list[str]:
+        part = captured[0]
         with AtomicFiles(folder, Disk()) as files:
-            names = write_rest(files) if accelerator.is_main_process else []
-            if tensors or accelerator.is_main_process:
-                positions = describe_positions({key: position for key, (_, position) in tensors.items()})
-                here = {other: kept for other, kept in aliases.items() if kept in tensors}
-                held = {key: tensor for key, (tensor, _) in tensors.items()}
+            names = part.write_rest(files) if accelerator.is_main_process else []
+            if part.tensors or accelerator.is_main_process:
+                positions = describe_positions({key: position for key, (_, position) in part.tensors.items()})
+                here = {other: kept for other, kept in part.aliases.items() if kept in part.tensors}
+                held = {key: tensor for key, (tensor, _) in part.tensors.items()}
                 files.add(name, *encode_tensors(held, {**here, **positions, SAVE_KEY: save}))
                 names.append(name)
             files.place()
