@@ -356,7 +356,8 @@ def resolve_project(project_dir: str | os.PathLike[str] | None, config: ProjectC
 class ShardingSetup:
     """How models are sharded, and over which mesh."""
 
-    options: ShardingOptions
+    options: Callable[[], ShardingOptions]
+    """Reads the plugin, which a script may change until models are prepared."""
     sizes: MeshSizes
 
 
@@ -369,6 +370,8 @@ def resolve_sharding_setup(state: AcceleratorState, plugin: Any, parallelism: An
 
     if parallelism is not None and not isinstance(parallelism, ParallelismConfig):
         raise ConfigError(f"Accelerator(parallelism_config={parallelism!r}): write parallelism_config=ParallelismConfig(...)")
+    if plugin is None and state.sharding.use_fsdp:
+        plugin = FullyShardedDataParallelPlugin()
     options = resolve_sharding(plugin, state.sharding, state.mixed_precision)
     sizes = resolve_mesh(
         parallelism,
@@ -386,8 +389,8 @@ def resolve_sharding_setup(state: AcceleratorState, plugin: Any, parallelism: An
             f"a fsdp_plugin with the mesh {sizes}: no axis shards the model. Write ParallelismConfig(dp_shard_size=...), or leave out the "
             "plugin to train with replicas (DDP)."
         )
-    state.fsdp_plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
-    return ShardingSetup(options, sizes)
+    state.fsdp_plugin = plugin
+    return ShardingSetup(lambda: resolve_sharding(plugin, state.sharding, state.mixed_precision) or options, sizes)
 
 
 _OPTIONS = ("backend", "barrier_timeout", "debug", "hang_warning", "init_method", "timeout")

@@ -12,7 +12,7 @@ up on each rank without communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -63,7 +63,7 @@ class FSDPStrategy(Strategy):
         runtime: Runtime,
         limits: Limits,
         device: torch.device,
-        options: ShardingOptions,
+        options: Callable[[], ShardingOptions],
         sizes: MeshSizes,
         meter: Meter | None = None,
     ) -> None:
@@ -128,7 +128,7 @@ class FSDPStrategy(Strategy):
         self._models = [*others, sharded]
 
     def _shard(self, model: torch.nn.Module, channel: Any, known: ShardedModel | None) -> ShardedModel:
-        options = self.options
+        options = self.options()
         if known is not None:  # over another mesh, or a group that has been released: its shards move
             known.remove_hooks()
             dismantle(model)
@@ -183,7 +183,7 @@ class FSDPStrategy(Strategy):
         if not lacks.item():
             fill_from_rank_zero(model, slots, mesh)
             return
-        initialize = self.options.param_init_fn
+        initialize = self.options().param_init_fn
         if initialize is None:
             raise ConfigError(
                 f"{int(lacks)} parameters of {type(model).__name__} have no values on rank 0 (they are on the meta device). Load the "
@@ -343,16 +343,15 @@ class FSDPStrategy(Strategy):
 class UnshardedStrategy(Strategy):
     """One process with a `fsdp_plugin`: nothing to shard; blocks are found and activations checkpointed as on several."""
 
-    def __init__(self, device: torch.device, options: ShardingOptions) -> None:
+    def __init__(self, device: torch.device, options: Callable[[], ShardingOptions]) -> None:
         self._device = device
         self.options = options
 
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
-        plan = plan_blocks(model, self.options)
-        if self.options.activation_checkpointing:
-            checkpoint_activations(
-                plan.blocks or (("", model),), offload=self.options.activation_checkpointing_offload, device=self._device
-            )
+        options = self.options()
+        plan = plan_blocks(model, options)
+        if options.activation_checkpointing:
+            checkpoint_activations(plan.blocks or (("", model),), offload=options.activation_checkpointing_offload, device=self._device)
         get_logger(__name__).info(f"one process: {type(model).__name__} is not sharded", main_process_only=True)
         return model
 
