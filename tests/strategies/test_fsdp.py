@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -414,6 +416,27 @@ def test_memory_of_a_rank(ranks: Ranks) -> None:
 
     whole = ranks(1).run(run, False)[0]
     assert max(ranks(4).run(run, True)) <= 0.27 * whole
+
+
+def test_released_memory(ranks: Ranks) -> None:
+    """After free_memory nothing of ours keeps a sharded model, its shards or the full parameters."""
+
+    def run() -> None:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        model = net()
+        seen = [weakref.ref(model), weakref.ref(model.embed.weight)]
+        model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator))
+        gc.collect()
+        assert seen[1]() is None  # the full parameters are gone as soon as the optimizer is mapped
+        for words, following in loader:
+            accelerator.backward(loss_of(model(words), following))
+            optimizer.step()
+            optimizer.zero_grad()
+        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+        gc.collect()
+        assert seen[0]() is None
+
+    ranks(2).run(run)
 
 
 def test_sharded_by_hand(ranks: Ranks) -> None:

@@ -50,7 +50,7 @@ def is_sharded_model(model: torch.nn.Module) -> bool:
 
 @dataclass(eq=False)
 class ShardedModel:
-    """One sharded model: its groups of parameters, and the parameters that every rank holds whole."""
+    """One sharded model, and the parameters of it that every rank holds whole; it keeps no model alive."""
 
     model: weakref.ref[torch.nn.Module]
     is_current: Callable[[], bool]
@@ -58,7 +58,6 @@ class ShardedModel:
     sizes: MeshSizes | None
     """The mesh that it is sharded over; None if the script has sharded it."""
     whole: list[torch.nn.Parameter] = field(default_factory=list)
-    groups: list[Any] = field(default_factory=list)
     reduces: bool = True
     """Whether backward passes reduce gradients now."""
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -70,7 +69,13 @@ class ShardedModel:
     def of(cls, model: torch.nn.Module, is_current: Callable[[], bool], sizes: MeshSizes | None) -> ShardedModel:
         """Return the record of a model after `fully_shard`."""
         whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-        return cls(weakref.ref(model), is_current, sizes, whole, _groups(model))
+        return cls(weakref.ref(model), is_current, sizes, whole)
+
+    @property
+    def groups(self) -> list[Any]:
+        """torch's groups of parameters. They hold the modules, so they are not kept here."""
+        model = self.model()
+        return [] if model is None else _groups(model)
 
     def remove_hooks(self) -> None:
         """Remove our hooks from the model and its parts."""
