@@ -334,7 +334,7 @@ def test_only_rank_zero_has_weights(ranks: Ranks) -> None:
         if accelerator.is_main_process:
             model = net()
         else:
-            with init_empty_weights():
+            with init_empty_weights(include_buffers=True):
                 model = Net()
             model.head.weight = model.embed.weight
         model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator))
@@ -473,6 +473,9 @@ def test_refused(ranks: Ranks) -> None:
         with pytest.raises(ConfigError, match="Blok.*Block"):
             Accelerator(cpu=True, fsdp_plugin=named).prepare(net())
         accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+        with pytest.raises(ConfigError, match="several dtypes .float32, float64."):
+            accelerator.prepare(mixed)
         with pytest.raises(ConfigError, match="join_uneven_inputs"), accelerator.join_uneven_inputs([net()]):
             pass
         with pytest.raises(Exception, match="should be the same on all processes"):

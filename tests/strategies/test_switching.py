@@ -29,12 +29,13 @@ def options(stage: str) -> dict[str, Any]:
     return given
 
 
-def stages(*names: str, releases: bool = True) -> dict[str, torch.Tensor]:
-    """Train an epoch in each stage with one model and one optimizer, and return the weights."""
+def stages(*names: str, releases: bool = True, keeps: bool = False) -> dict[str, torch.Tensor]:
+    """Train an epoch in each stage with one model and one optimizer, and return the weights; `keeps` one Accelerator for all stages."""
     model = net()
     optimizer: Any = adamw(model)
+    accelerator = Accelerator(cpu=True, **options(names[0]))
     for name in names:
-        accelerator = Accelerator(cpu=True, **options(name))
+        accelerator = accelerator if keeps else Accelerator(cpu=True, **options(name))
         prepared, stepped, loader = accelerator.prepare(model, optimizer, batches(accelerator))
         for words, following in loader:
             accelerator.backward(loss_of(prepared(words), following))
@@ -52,6 +53,14 @@ def test_two_ranks(ranks: Ranks, names: tuple[str, ...], releases: bool) -> None
     """The optimizer goes on with its state, whether the group is released between stages or not."""
     expected = ranks(1).run(stages, *["ddp"] * len(names))[0]
     for found in ranks(2).run(stages, *names, releases=releases):
+        same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_one_accelerator(ranks: Ranks, name: str) -> None:
+    """The same Accelerator prepares its model and optimizer again after it has released the group."""
+    expected = ranks(1).run(stages, "ddp", "ddp", "ddp")[0]
+    for found in ranks(2).run(stages, name, name, name, keeps=True):
         same(found, expected)
 
 

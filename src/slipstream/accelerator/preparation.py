@@ -100,7 +100,10 @@ class PreparationMixin(AcceleratorBase):
         else:
             components.strategy.check(original, _present_device(original) if moves else components.state.device)
         if moves and not apart:
-            components.strategy.move(original, components.state.device)
+            if evaluation_mode:
+                original.to(components.state.device)
+            else:
+                components.strategy.move(original, components.state.device)
         components.precision.apply(original)
         if components.dynamo is not None:
             compile_model(original, components.dynamo)
@@ -112,7 +115,7 @@ class PreparationMixin(AcceleratorBase):
                 optimizer.forget()
         if evaluation_mode:
             return prepared  # not trained here: an earlier record of the model stays as it is
-        if known is None or prepared is not before:
+        if known is None or prepared is not before or not known.has_same_parameters():
             components.stepper.add(original, prepared)
             if prepared is not original and components.stepper.guards is not None:
                 components.stepper.guards.watch_inputs(prepared)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from slipstream.devices.table import CPU
+from slipstream.distributed import collectives
 from slipstream.distributed.collectives import check_agreement
 from slipstream.distributed.guard import Limits
 from slipstream.distributed.process_group import Runtime
@@ -35,15 +36,15 @@ from slipstream.observability.timing.meter import Meter
 from slipstream.parallel.activation import checkpoint_activations
 from slipstream.parallel.mesh import MeshSizes
 from slipstream.parallel.shard_sizes import describe_shard_sizes
-from slipstream.parallel.wrap_policy import BlockPlan, plan_blocks
+from slipstream.parallel.wrap_policy import BlockPlan, group_parameters, plan_blocks
 from slipstream.strategies.base import Strategy, check_not_sharded
 from slipstream.strategies.fsdp_options import ShardingOptions
 from slipstream.strategies.shard_transfer import dismantle, find_form, gather_rows, map_optimizer, record_forms, transfer
 from slipstream.strategies.sharded_model import (
-    ParameterSlot,
     ShardedModel,
     fill_from_rank_zero,
     find_slots,
+    initialize_parts,
     is_sharded_model,
     shard_model,
 )
@@ -134,6 +135,7 @@ class FSDPStrategy(Strategy):
             dismantle(model)
         plan = plan_blocks(model, options)
         self._check_same(model, plan, channel)
+        has_values = known is not None or self._check_values(model, channel)
         get_logger(__name__).info(describe_shard_sizes(model, plan, options, self.sizes, self._expected), main_process_only=True)
         mesh = self.mesh
         if options.activation_checkpointing:
@@ -157,11 +159,13 @@ class FSDPStrategy(Strategy):
                 precision=precision,
                 cpu_offload=options.cpu_offload,
             )
-            if known is None:
-                self._fill(model, slots, mesh)
-            else:
+            if known is not None:
                 for slot in slots:
                     local_part(slot.current.detach()).copy_(local_part(transfer(slot.parameter, slot.current)))
+            elif has_values:
+                fill_from_rank_zero(model, slots, mesh, self._device)
+            else:
+                initialize_parts(model, options.param_init_fn)
         record_forms(self._runtime, slots)
         return ShardedModel.of(model, lambda: bool(channel.usable), self.sizes)
 
@@ -170,28 +174,30 @@ class FSDPStrategy(Strategy):
             name: f"{list(parameter.shape)} {parameter.dtype} trained: {parameter.requires_grad}"
             for name, parameter in model.named_parameters()
         }
+        for block, parameters in group_parameters(model, plan).items():
+            dtypes = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
+            if block is not None and len(dtypes) > 1:
+                found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+                raise ConfigError(
+                    f"{block or type(model).__name__} has trained parameters of several dtypes ({found}): those of a block are reduced "
+                    "together and need one. Convert them (model.float()), or make the others a block of their own."
+                )
         layout["blocks"] = ", ".join(name for name, _ in plan.blocks)
         check_agreement(channel, self._limits, f"the parameters of {type(model).__name__}", layout)
 
-    def _fill(self, model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh) -> None:
-        """Give the shards their values: those of rank 0, or of `param_init_fn` where no rank has any."""
-        missing = [slot.name for slot in slots if slot.parameter.is_meta]
-        lacks = torch.tensor([float(len(missing))])
-        if dist.get_rank() != 0:
-            lacks.zero_()
-        dist.all_reduce(lacks)  # the number that rank 0 lacks
-        if not lacks.item():
-            fill_from_rank_zero(model, slots, mesh)
-            return
-        initialize = self.options().param_init_fn
-        if initialize is None:
+    def _check_values(self, model: torch.nn.Module, channel: Any) -> bool:
+        """Return whether rank 0 has values for all parameters; raise if not, and nothing else will give them any."""
+        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        (count,) = collectives.broadcast_objects(channel, self._limits, [len(missing)], 0)
+        if not count:
+            return True
+        if self.options().param_init_fn is None:
             raise ConfigError(
-                f"{int(lacks)} parameters of {type(model).__name__} have no values on rank 0 (they are on the meta device). Load the "
+                f"{count} parameters of {type(model).__name__} have no values on rank 0 (they are on the meta device). Load the "
                 "weights on rank 0 before prepare (cpu_ram_efficient_loading: the other ranks need none), or pass "
                 "FullyShardedDataParallelPlugin(param_init_fn=...), which initialises a module, and load a checkpoint afterwards."
             )
-        for module in {id(place[0]): place[0] for slot in slots for place in slot.places}.values():
-            initialize(module)
+        return False
 
     def _install_hooks(self, model: torch.nn.Module, sharded: ShardedModel) -> None:
         """Watch what the model waits for, and let its parts run by themselves."""

@@ -29,7 +29,7 @@ from slipstream.devices.table import CPU
 from slipstream.parallel.mesh import MeshSizes
 from slipstream.parallel.wrap_policy import BlockPlan
 
-__all__ = ["ParameterSlot", "ShardedModel", "fill_from_rank_zero", "find_slots", "is_sharded_model", "shard_model"]
+__all__ = ["ParameterSlot", "ShardedModel", "fill_from_rank_zero", "find_slots", "initialize_parts", "is_sharded_model", "shard_model"]
 
 
 # torch internals: the state of a sharded module, its groups of parameters, and each parameter's unsharded form and gradients have no
@@ -323,6 +323,7 @@ def shard_model(
             slot.put(torch.nn.Parameter(torch.empty_like(present, device=at), present.requires_grad))
         elif present.device != device:
             slot.put(torch.nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device=device), present.requires_grad))
+    _move_buffers(model, device)
     for group in _groups(model):
         for sharded in group.fsdp_params:
             sharded.reset_sharded_param()  # which now finds memory of this rank in the place of the placeholder
@@ -330,31 +331,44 @@ def shard_model(
 
 
 @torch.no_grad()
-def fill_from_rank_zero(model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh) -> None:
+def fill_from_rank_zero(model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh, device: torch.device) -> None:
     """Give every rank its rows of the parameters that rank 0 was given, and rank 0's buffers. One tensor is on its way at a time."""
     rank = dist.get_rank()
     for slot in slots:
         target = slot.current
         if isinstance(target, DTensor):
-            _scatter_rows(slot.parameter.detach() if rank == 0 else None, target, mesh)
+            _scatter_rows(slot.parameter.detach() if rank == 0 else None, target, mesh, device)
         else:
             if rank == 0 and target is not slot.parameter:
                 target.copy_(slot.parameter)
             dist.broadcast(target.detach(), 0)
-    for buffer in _own_buffers(model):
-        dist.broadcast(buffer, 0)
+    for buffer in model.buffers():
+        if not isinstance(buffer, DTensor):
+            dist.broadcast(buffer.detach(), 0)
 
 
-def _own_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [buffer.detach() for buffer in model.buffers() if not isinstance(buffer, DTensor)]
+def initialize_parts(model: torch.nn.Module, initialize: Callable[[torch.nn.Module], None] | None) -> None:
+    """Call `initialize` for every module that has parameters of its own, once each."""
+    if initialize is not None:
+        for module in model.modules():
+            if any(parameter is not None for parameter in module._parameters.values()):
+                initialize(module)
 
 
-def _scatter_rows(full: torch.Tensor | None, target: DTensor, mesh: DeviceMesh) -> None:
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move buffers to the device; those on the meta device get memory there."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+
+
+def _scatter_rows(full: torch.Tensor | None, target: DTensor, mesh: DeviceMesh, device: torch.device) -> None:
     """Send each rank its rows of a tensor that rank 0 has; ranks of other replicas get the same rows."""
     shards = mesh.size(mesh.ndim - 1)
     rows = -(-target.shape[0] // shards)
     local = target.to_local()
-    received = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=local.device)
+    received = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=device)
     sent = None
     if full is not None:
         padded = [_pad_rows(full[index * rows : (index + 1) * rows].to(received.device), rows) for index in range(shards)]

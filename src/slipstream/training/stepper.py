@@ -55,6 +55,10 @@ class PreparedModel:
     shared: frozenset[int] = frozenset()
     """Those of them that a model prepared earlier has too; its record rescales their gradients."""
 
+    def has_same_parameters(self) -> bool:
+        """Return whether the model still has the parameters that it had when it was prepared; sharding replaces them."""
+        return self.owned == frozenset(id(parameter) for parameter in self.original.parameters())
+
     def gradients(self) -> list[torch.Tensor]:
         """Return the present gradients, without those of shared parameters."""
         return [gradient for parameter, gradient in self.collect(self.original) if id(parameter) not in self.shared]
