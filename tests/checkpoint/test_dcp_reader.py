@@ -64,6 +64,39 @@ def test_only_touched_shards_are_read(tmp_path: Path, ranks: Ranks) -> None:
             tensors["mid.weight"]
 
 
+def save_version_1(folder: Path) -> Any:
+    """What FSDP1 saves, with its own kind of sharded tensors; and the weights as one process has them."""
+    import warnings
+
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    PartialState(cpu=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.0, weight_decay=0.0)
+        wrapped(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+            dcp_layout.save({"model": wrapped.state_dict()}, folder / "pytorch_model_fsdp_0")
+            dcp_layout.save({"optimizer": FullyShardedDataParallel.optim_state_dict(wrapped, optimizer)}, folder / "optimizer_0")
+    return expected
+
+
+def test_folders_of_version_1(tmp_path: Path, ranks: Ranks) -> None:
+    """Folders that FSDP1 filled are read as well."""
+    expected = ranks(2).run(save_version_1, tmp_path)[0]
+    assert equal(tensors_of(tmp_path / "pytorch_model_fsdp_0"), expected)
+    state = open_dcp(tmp_path / "optimizer_0").state("optimizer")
+    assert state["param_groups"][0]["params"] == list(expected)
+    assert {name: entries["exp_avg"].shape for name, entries in state["state"].items()} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
+
+
 # -- what states look like --------------------------------------------------------------------------------------------
 
 

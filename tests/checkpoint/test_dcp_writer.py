@@ -14,12 +14,14 @@ from click.testing import CliRunner
 from sharding import Net, Shard, by_columns, equal, filled, fully, net, not_at_all, prepared, replicated_too, state
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from slipstream import Accelerator
 from slipstream.checkpoint.dcp_metadata import read_dcp_metadata
 from slipstream.checkpoint.dcp_writer import export_dcp
 from slipstream.checkpoint.manifest import MANIFEST, parse_manifest
 from slipstream.cli.checkpoint import command
 from slipstream.cli.main import main
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.utils import FullyShardedDataParallelPlugin
 
 Ranks = Any
 
@@ -83,6 +85,23 @@ def test_sharded_checkpoint(tmp_path: Path, ranks: Ranks, count: int, shard: Sha
     load_with_torch(tmp_path / "exported", not_at_all)
     ranks(2).run(load_with_torch, tmp_path / "exported", fully)
     ranks(2).run(load_with_us, tmp_path / "exported", by_columns)
+
+
+def test_saved_under_the_plugin(tmp_path: Path, ranks: Ranks) -> None:
+    """What two ranks saved under `fsdp_plugin` is exported, with the names of the model's parameters."""
+
+    def save_with_plugin(folder: Path) -> None:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
+        model = net(0)
+        own = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
+        model, optimizer = accelerator.prepare(model, own)
+        filled(accelerator, model, optimizer)
+        accelerator.save_state(folder)
+
+    ranks(2).run(save_with_plugin, tmp_path / "saved")
+    export_dcp(tmp_path / "saved", tmp_path / "exported")
+    load_with_torch(tmp_path / "exported", not_at_all)
+    ranks(2).run(load_with_torch, tmp_path / "exported", fully)
 
 
 def test_torch_makes_one_file_of_it(tmp_path: Path) -> None:
@@ -167,8 +186,6 @@ def test_several_models_and_extra_state(tmp_path: Path) -> None:
 
         def set_extra_state(self, given: Any) -> None:
             self.given = given
-
-    from slipstream import Accelerator
 
     accelerator = Accelerator(cpu=True)
     models = Counting(2, 2), Net()

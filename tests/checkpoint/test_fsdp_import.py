@@ -16,6 +16,7 @@ from slipstream.big_models.load import load_checkpoint_and_dispatch, load_checkp
 from slipstream.checkpoint.accelerate_import import is_accelerate_checkpoint, read_accelerate_checkpoint
 from slipstream.checkpoint.model_io import merge_weights
 from slipstream.errors import CheckpointError
+from slipstream.utils import FullyShardedDataParallelPlugin
 
 Ranks = Any
 
@@ -67,6 +68,23 @@ def test_load_state_of_two_ranks(tmp_path: Path, ranks: Ranks, full: bool) -> No
     load(folder, not_at_all)
     ranks(2).run(load, folder, fully, by_columns, not_at_all)
     ranks(4).run(load, folder, fully)
+
+
+def load_with_plugin(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
+    model = net(5)
+    own = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.3)
+    model, optimizer = accelerator.prepare(model, own)
+    accelerator.load_state(folder)
+    assert equal(state(accelerator, model, optimizer), expected())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_load_state_under_the_plugin(tmp_path: Path, ranks: Ranks, full: bool) -> None:
+    """Under `fsdp_plugin`, two and four ranks load what two ranks of Accelerate saved."""
+    ranks(2).run(save, tmp_path / "saved", fully, full=full)
+    ranks(2).run(load_with_plugin, tmp_path / "saved")
+    ranks(4).run(load_with_plugin, tmp_path / "saved")
 
 
 def test_optimizer_in_another_order(tmp_path: Path, ranks: Ranks) -> None:
