@@ -391,6 +391,8 @@ class Stepper:
     def _graph_owners(self) -> dict[int, PreparedModel]:
         """Return the models by the identities of what stands for their parameters in the graph of a loss."""
         aliases = self.strategy.aliases()
+        if not aliases:
+            return self._owners
         known = {identity: self._owners[id(parameter)] for identity, parameter in aliases.items() if id(parameter) in self._owners}
         return self._owners | known
 
