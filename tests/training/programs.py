@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from problems import Net
+from torch.distributed.tensor import DTensor
 
 SAMPLES = 40
 GLOBAL = 6
@@ -258,4 +259,6 @@ def _parameters(nets: list[Net], parts: tuple[tuple[int, str], ...]) -> list[tor
 
 
 def flat(nets: list[Any]) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for net in nets for parameter in net.parameters()])
+    """The parameters of models in one line; sharded ones are gathered."""
+    held = [parameter.detach() for net in nets for parameter in net.parameters()]
+    return torch.cat([(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).reshape(-1) for tensor in held])

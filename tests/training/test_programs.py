@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ from problems import Batches, Net
 from programs import GLOBAL, Loss, Program, blocks_of, data, expected, flat, global_batches, script
 from torch.utils.data import DataLoader, TensorDataset
 
-from slipstream import Accelerator
+from slipstream import Accelerator, FullyShardedDataParallelPlugin
 from slipstream.utils import GradientAccumulationPlugin
 
 
@@ -41,10 +42,11 @@ def one_ahead(loader: Any) -> Iterator[Any]:
         batch = following
 
 
-def execute(source: str, offset: int, cuts: bool, folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def execute(source: str, offset: int, cuts: bool, folder: str, shards: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Runs a program on this rank; one that is cut, in two parts."""
+    kind = partial(Accelerator, fsdp_plugin=FullyShardedDataParallelPlugin()) if shards else Accelerator
     names = {
-        "torch": torch, "Accelerator": Accelerator, "GradientAccumulationPlugin": GradientAccumulationPlugin, "DataLoader": DataLoader,
+        "torch": torch, "Accelerator": kind, "GradientAccumulationPlugin": GradientAccumulationPlugin, "DataLoader": DataLoader,
         "TensorDataset": TensorDataset, "Net": Net, "Batches": Batches, "data": data, "flat": flat, "Cut": Cut, "in_windows": in_windows,
         "one_ahead": one_ahead, "folder": folder, "offset": offset, "resumed": False, "cuts": cuts,
     }  # fmt: skip
@@ -103,10 +105,10 @@ def programs(draw: st.DrawFn) -> Program:
 _ways = st.sampled_from(["forward", "method", "parts"])
 
 
-def check(ranks: Any, program: Program) -> None:
-    """Runs a program on 1, 2 and 3 processes, and compares."""
+def check(ranks: Any, program: Program, shards: bool = False) -> None:
+    """Runs a program on 1, 2 and 3 processes (on 2 and 3, if it shards its models), and compares."""
     source = script(program)
-    for world in (1, 2, 3):
+    for world in (2, 3) if shards else (1, 2, 3):
         if program.sizes and (program.skips or program.cut):
             whole = len(global_batches(program, world))
             if program.skips >= whole or (program.cut is not None and program.cut[1] >= whole):
@@ -114,7 +116,7 @@ def check(ranks: Any, program: Program) -> None:
         wanted = expected(program, world)
         offset = 0 if program.cut is None else program.cut[1] + 1
         with tempfile.TemporaryDirectory() as folder:
-            results = ranks(world).run(execute, source, offset, program.cut is not None, folder)
+            results = ranks(world).run(execute, source, offset, program.cut is not None, folder, shards)
         for rank, (found, metrics) in enumerate(results):
             assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-8), f"rank {rank} of {world}: {found - wanted}"
             for epoch in range(len(metrics) and program.epochs):
@@ -137,6 +139,21 @@ def test_random_programs(ranks: Any, rounds: Callable[..., int]) -> None:
     run()
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_random_sharded_programs(ranks: Any, rounds: Callable[..., int]) -> None:
+    """The same programs with models that are sharded."""
+    count = rounds(ci=20, soak=2000)
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=count < 100)
+    @given(program=programs())
+    def run(program: Program) -> None:
+        note(script(program))
+        check(ranks, program, shards=True)
+
+    run()
+
+
 SMALL = {"optimizers": (("SGD", ((0, "all"), (1, "all"))),), "samples": 18, "epochs": 2, "weighs": False}
 EXAMPLES = {
     "race": Program(**{**SMALL, "widths": (4, 7), "losses": (Loss((0, 1), "parts", True),), "blocks": "together", "steps": 1}),
@@ -152,11 +169,12 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_known_programs(ranks: Any, name: str) -> None:
+def test_known_programs(ranks: Any, name: str, shards: bool) -> None:
     """Programs whose gradients were once wrong; a race shows in some of several runs."""
     for _ in range(4 if name == "race" else 1):
-        check(ranks, EXAMPLES[name])
+        check(ranks, EXAMPLES[name], shards)
 
 
 def test_blocks_of_a_program() -> None:

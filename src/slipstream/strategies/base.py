@@ -6,7 +6,8 @@
     set_sync, defer                    whether the coming backward passes reduce gradients
     no_sync, trigger_sync, join        the same as blocks: none; the next one; as long as any rank has batches
     backward, watch_buckets            compute and reduce the gradients of a loss; show them to an observer before they are reduced
-    gradients, aliases, reduce_waiting the gradients of a model; parameters by what stands for them in a pass; reduce what was added up
+    gradients, aliases                 the gradients of a model; parameters by what stands for them in a pass
+    reduce_waiting, discard_waiting    reduce, or clear, gradients that were added up on each rank
     step, clip, clip_value             check a model before its optimizer steps; clip gradients to a norm, or their entries
     state, full_state                  the weights under the names of the user's model; sharded ones as DTensor, or put together
 
@@ -115,6 +116,9 @@ class Strategy:
     def aliases(self) -> dict[int, torch.Tensor]:
         """Return parameters by the identities of tensors that stand for them in the graph of a loss."""
         return {}
+
+    def discard_waiting(self, parameters: list[torch.Tensor]) -> None:
+        """Clear gradients of these parameters that wait for their reduction; `zero_grad` has cleared the others."""
 
     def reduce_waiting(self, model: torch.nn.Module) -> None:
         """Reduce gradients that were added up without communication, in the middle of a window; all ranks have to call it."""

@@ -12,6 +12,7 @@ up on each rank without communication.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -30,7 +31,7 @@ from slipstream.distributed.collectives import check_agreement
 from slipstream.distributed.guard import Limits
 from slipstream.distributed.process_group import Runtime
 from slipstream.distributed.pytree import local_part
-from slipstream.errors import ConfigError, StateError
+from slipstream.errors import ConfigError, DistributedOperationException, StateError
 from slipstream.logging import get_logger
 from slipstream.observability.timing.meter import Meter
 from slipstream.parallel.activation import checkpoint_activations
@@ -109,7 +110,7 @@ class FSDPStrategy(Strategy):
         """Leave the parameters where they are: each rank moves its own part when the model is sharded."""
 
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
-        channel: Any = self._runtime.channel(self._limits)
+        channel: Any = self._runtime.group_channel(self._limits, None, usable=True)
         known: ShardedModel | None = self._runtime.sharded_models.get(model)
         if known is not None and known.is_current() and known.sizes == self.sizes:
             self._keep(known)
@@ -209,10 +210,36 @@ class FSDPStrategy(Strategy):
                     f"this {name} is sharded over a process group that has been released: prepare it again "
                     "(`model = accelerator.prepare(model)`), and its shards belong to the present one"
                 )
+            if sharded.failed:
+                sharded.failed = False
+                self._check_failed_alike(name)
 
-        sharded.handles.append(model.register_forward_pre_hook(lambda module, args: check(), prepend=True))
+        def begin(module: torch.nn.Module, args: Any) -> None:
+            check()
+            if sharded.learns_statistics:
+                with self._in_forward:
+                    sharded.begin_pass()
+            else:
+                sharded.begin_pass()
+
+        def end(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if output is None and sys.exc_info()[0] is not None:
+                sharded.recover()
+
+        sharded.handles.append(model.register_forward_pre_hook(begin, prepend=True))
+        sharded.handles.append(model.register_forward_hook(end, always_call=True))
         sharded.let_parts_run(check)
         sharded.watch_communication(self._watch_communication)
+
+    def _check_failed_alike(self, name: str) -> None:
+        """Raise unless all ranks have left a failed pass at the same place; else their next collectives would not match."""
+        channel: Any = self._runtime.channel(self._limits)
+        done = {"collectives": str(channel.count_torch_collectives())}
+        try:
+            check_agreement(channel, self._limits, f"how far {name} came in the pass that failed", done)
+        except DistributedOperationException as error:
+            channel.torch_group_desynchronized = channel.torch_group_desynchronized or str(error)
+            raise
 
     @contextmanager
     def _watch_communication(self) -> Iterator[None]:
@@ -290,6 +317,10 @@ class FSDPStrategy(Strategy):
             self._is_in_backward = True
             try:
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            except BaseException:
+                for sharded in models:
+                    sharded.recover()
+                raise
             finally:
                 self._is_in_backward = False
             for sharded in models:
@@ -310,6 +341,10 @@ class FSDPStrategy(Strategy):
 
     def aliases(self) -> dict[int, torch.Tensor]:
         return {identity: parameter for sharded in self._models for identity, parameter in sharded.parameter_of().items()}
+
+    def discard_waiting(self, parameters: list[torch.Tensor]) -> None:
+        for sharded in self._models:
+            sharded.discard_waiting(parameters)
 
     def reduce_waiting(self, model: torch.nn.Module) -> None:
         if (sharded := self._find(model)) is not None:
@@ -370,12 +405,14 @@ def _total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: tor
     """
     largest = math.isinf(norm_type)
     parts: dict[Any, list[torch.Tensor]] = {}
+    dtype = torch.float32
     for gradient in gradients:
+        dtype = torch.promote_types(dtype, gradient.dtype)
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         parts.setdefault(key, []).append(local_part(gradient))
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.zeros((), dtype=dtype, device=device)
     for key, locals_ in parts.items():
-        norms = [torch.linalg.vector_norm(local, norm_type).float().to(device) for local in locals_ if local.numel()]
+        norms = [torch.linalg.vector_norm(local, norm_type).to(device, dtype) for local in locals_ if local.numel()]
         part = total.new_zeros(())
         if norms:
             part = torch.stack(norms).max() if largest else (torch.stack(norms) ** norm_type).sum()

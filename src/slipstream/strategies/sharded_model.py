@@ -11,7 +11,7 @@ All that leans on the private names of torch's FSDP2 stands in this file.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from slipstream.devices.table import CPU
@@ -57,19 +58,31 @@ class ShardedModel:
     """Whether the process group is still the one that the shards belong to."""
     sizes: MeshSizes | None
     """The mesh that it is sharded over; None if the script has sharded it."""
-    whole: list[torch.nn.Parameter] = field(default_factory=list)
+    held_whole: list[weakref.ref[torch.nn.Parameter]] = field(default_factory=list)
+    learns_statistics: bool = False
+    """Whether forward passes change buffers, each rank by its own rows (BatchNorm)."""
     reduces: bool = True
     """Whether backward passes reduce gradients now."""
+    waits: bool = False
+    """Whether there may be gradients on this rank that have not been reduced."""
+    failed: bool = False
+    """Whether an exception ended the last pass."""
     handles: list[RemovableHandle] = field(default_factory=list)
     """Hooks of ours on the model and its parts."""
     held: int = 0
     """How many blocks of `no_sync` are open."""
+    _statistics_differ: bool = False
 
     @classmethod
     def of(cls, model: torch.nn.Module, is_current: Callable[[], bool], sizes: MeshSizes | None) -> ShardedModel:
         """Return the record of a model after `fully_shard`."""
-        whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-        return cls(weakref.ref(model), is_current, sizes, whole)
+        whole = [weakref.ref(parameter) for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+        return cls(weakref.ref(model), is_current, sizes, whole, any(map(_learns_statistics, model.modules())))
+
+    @property
+    def whole(self) -> list[torch.nn.Parameter]:
+        """The parameters that every rank holds whole."""
+        return [parameter for held in self.held_whole if (parameter := held()) is not None]
 
     @property
     def groups(self) -> list[Any]:
@@ -87,6 +100,7 @@ class ShardedModel:
         """Set whether backward passes reduce gradients, or add them up on each rank."""
         if reduces != self.reduces:
             self.reduces = reduces
+            self.waits = True
             for module in self._roots():
                 module.set_requires_gradient_sync(reduces)
 
@@ -100,6 +114,25 @@ class ShardedModel:
                 yield module
             else:
                 queue.extend(module.children())
+
+    def recover(self) -> None:
+        """Abandon a pass that an exception ended: free what it gathered, so that the next pass begins anew. Gradients stay."""
+        self.waits = self.failed = True
+        for root in self._roots():
+            root.reset_iter_state()
+
+    def begin_pass(self) -> None:
+        """Begin a forward pass of the whole model: abandon one of a block that failed, and take over the statistics of rank 0."""
+        for root in self._roots():
+            states = _state(root)._state_ctx.all_states  # type: ignore[arg-type]
+            if any(state._training_state is TrainingState.FORWARD for state in states):
+                self.recover()
+        if self.learns_statistics:
+            model = self.model()
+            modules = [module for module in model.modules() if _learns_statistics(module)] if model is not None else []
+            if self._statistics_differ:
+                _broadcast_buffers(modules)
+            self._statistics_differ = any(module.training for module in modules)
 
     def begin(self) -> None:
         """Let the outermost modules know that they are, so that submodules may run by themselves before the first whole pass."""
@@ -124,7 +157,7 @@ class ShardedModel:
             state: Any = _state(root)  # type: ignore[arg-type]
             held = [place for group in state._fsdp_param_groups for sharded in group.fsdp_params for place in _modules_of(sharded)]
             for part in dict.fromkeys(part for part in held if not isinstance(part, FSDPModule)):
-                part_call = _PartCall(root, state, check)
+                part_call = _PartCall(root, state, check, self.recover)
                 self.handles.append(part.register_forward_pre_hook(part_call.before, prepend=True, with_kwargs=True))
                 self.handles.append(part.register_forward_hook(part_call.after, always_call=True))
             self.handles.append(root.register_forward_hook(_free_without_backward, always_call=True))  # type: ignore[attr-defined]
@@ -150,6 +183,18 @@ class ShardedModel:
         for parameter in self.whole:
             if parameter.grad is not None:
                 yield parameter, parameter.grad
+
+    def discard_waiting(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Clear the gradients of these parameters that have not been reduced."""
+        if not self.waits:
+            return
+        chosen = {id(parameter) for parameter in parameters}
+        for group in self.groups:
+            for sharded in group.fsdp_params:
+                if id(sharded.sharded_param) in chosen:
+                    sharded.unsharded_accumulated_grad = None
+                    if hasattr(sharded, "_unsharded_param"):
+                        sharded._unsharded_param.grad = None
 
     def reduce_waiting(self) -> None:
         """Reduce gradients that were added up without communication. All ranks have to call it."""
@@ -193,6 +238,23 @@ class ShardedModel:
                     parameter.grad.copy_(piece.view_as(parameter))
 
 
+def _learns_statistics(module: torch.nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.running_mean is not None and not isinstance(module, torch.nn.SyncBatchNorm)
+
+
+def _broadcast_buffers(modules: Sequence[torch.nn.Module]) -> None:
+    """Give all ranks the buffers that these modules have on rank 0, as DistributedDataParallel does."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for module in modules:
+        for buffer in module.buffers(recurse=False):
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, 0)
+        for buffer, piece in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(piece.view_as(buffer))
+
+
 class _WatchedAllGather(DefaultAllGather):
     """torch's own all-gather, in a block that watches how long it takes."""
 
@@ -218,10 +280,11 @@ class _WatchedReduceScatter(DefaultReduceScatter):
 class _PartCall:
     """Hooks of a submodule whose parameters belong to an outermost module: gather them, if that one does not run."""
 
-    def __init__(self, root: Any, state: Any, check: Callable[[], None]) -> None:
+    def __init__(self, root: Any, state: Any, check: Callable[[], None], recover: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
         self._state = weakref.ref(state)
         self._check = check
+        self._recover = recover
         self._is_open = False
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -237,7 +300,10 @@ class _PartCall:
             return None
         self._is_open = False
         state, root = self._state(), self._root()
-        if state is None or root is None or output is None:  # an error is on its way
+        if state is None or root is None:
+            return None
+        if output is None:  # an error is on its way
+            self._recover()
             return None
         output = state._post_forward(root, args, output)
         _free_without_backward(root, args, output)

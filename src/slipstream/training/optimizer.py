@@ -38,14 +38,15 @@ class OptimizerLink:
     """What a step reads, in slots: the `__getattr__` of a prepared optimizer makes attribute look-ups slow."""
 
     __slots__ = (
-        "accumulations", "check", "check_weights", "clears_as_torch", "foreign_parameters", "may_skip", "meter", "models", "next_check",
-        "optimizer", "scales", "should_skip", "stepper", "updates",
+        "accumulations", "check", "check_weights", "clears_as_torch", "foreign_parameters", "is_sharded", "may_skip", "meter", "models",
+        "next_check", "optimizer", "scales", "should_skip", "stepper", "updates",
     )  # fmt: skip
 
     def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
         self.optimizer, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
         self.meter = optimizer.stepper.meter
         self.scales = optimizer.scaler.scales
+        self.is_sharded = not optimizer.stepper.strategy.replicated
         self.models = models
         self.updates = optimizer._updates_before
         # torch's `zero_grad` opens a profiler range, which takes longer than clearing: `_clear_gradients` skips it without a profiler
@@ -264,3 +265,5 @@ def _clear_gradients(optimizer: AcceleratedOptimizer, linked: OptimizerLink, set
         linked.optimizer.zero_grad()
     else:
         linked.optimizer.zero_grad(set_to_none)
+    if linked.is_sharded:
+        linked.stepper.strategy.discard_waiting([parameter for group in linked.optimizer.param_groups for parameter in group["params"]])
