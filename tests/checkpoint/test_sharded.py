@@ -164,18 +164,18 @@ def share_read(folder: Path) -> tuple[int, int]:
     """How many bytes of shards this rank reads in order to load, and how many there are."""
     run = prepared(fully, seed=5, width=400_000)
     read: list[int] = []
-    before = VerifiedBlockFile._read
+    before = VerifiedBlockFile._read_blocks
 
-    def counted(self: VerifiedBlockFile, first: int, last: int) -> None:
+    def counted(self: VerifiedBlockFile, first: int, last: int, memory: memoryview) -> None:
         had = self.fetched
-        before(self, first, last)
+        before(self, first, last, memory)
         read.append(self.fetched - had)
 
-    VerifiedBlockFile._read = counted  # type: ignore[method-assign]
+    VerifiedBlockFile._read_blocks = counted  # type: ignore[method-assign]
     try:
         run[0].load_state(folder)
     finally:
-        VerifiedBlockFile._read = before  # type: ignore[method-assign]
+        VerifiedBlockFile._read_blocks = before  # type: ignore[method-assign]
     return sum(read), sum(path.stat().st_size for path in folder.glob("*-rank-*.safetensors"))
 
 

@@ -183,6 +183,8 @@ class CheckpointsMixin(AcceleratorBase):
     ) -> None:
         """Write the weights of a model, and nothing else, as other libraries read them; see `checkpoint/model_io.py`.
 
+        The main process writes. Of a sharded model it puts one tensor after the other together, so every process has to call it.
+
         >>> import tempfile
         >>> from slipstream import Accelerator
         >>> accelerator = Accelerator(cpu=True)
@@ -192,11 +194,17 @@ class CheckpointsMixin(AcceleratorBase):
         ...     os.listdir(folder)
         ['model.safetensors']
         """
-        if self._saver.writes:
-            from slipstream.checkpoint.model_io import save_model
-            from slipstream.parallel.unwrap import extract_model_from_parallel
+        sharded = not self._components.strategy.replicated
+        if not self._saver.writes and not sharded:
+            return
+        from slipstream.checkpoint.model_io import save_model, save_sharded_model
+        from slipstream.checkpoint.sharded import is_sharded
+        from slipstream.parallel.unwrap import extract_model_from_parallel
 
-            bare = extract_model_from_parallel(model, keep_torch_compile=False)
+        bare = extract_model_from_parallel(model, keep_torch_compile=False)
+        if sharded and any(map(is_sharded, bare.parameters())):
+            save_sharded_model(self._saver, bare, save_directory, max_shard_size, safe_serialization)
+        elif self._saver.writes:
             save_model(bare, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool | None = None) -> None:

@@ -27,7 +27,7 @@ from slipstream.checkpoint.optimizer_names import parameter_names
 from slipstream.checkpoint.serialize import flatten
 from slipstream.checkpoint.shard_layout import ShardPosition
 from slipstream.checkpoint.sharded import LocalShard, local_shards
-from slipstream.checkpoint.weights import split_state_dict
+from slipstream.checkpoint.weights import split_sharded_state_dict, split_state_dict
 from slipstream.data.fingerprint import describe_loader
 from slipstream.devices import rng
 from slipstream.devices.memory import available_cores
@@ -324,10 +324,13 @@ def capture_snapshot(
     weights: Mapping[int, dict[str, Any]] | None,
     metric: float | None,
     shards: list[ShardedPart] | None = None,
+    *,
+    in_shards: bool = False,
 ) -> Snapshot:
     """Return a snapshot of everything if `weights` (by model number) are given, else of the state of this rank alone.
 
-    The shards that this rank stores are appended to `shards`; without it, sharded tensors are an error.
+    The shards that this rank stores are appended to `shards`; without it, sharded tensors are an error. `in_shards`: weights are in
+    shards too, although the strategy saves whole weights.
     """
     loop = components.stepper.loop_state()  # first, because it settles the state of the loss scaler
     gradients = components.stepper.open_gradients()
@@ -338,7 +341,7 @@ def capture_snapshot(
         step=count_updates(components),
         world=state.num_processes,
         strategy=components.strategy.name,
-        mesh={"dp_replicate" if components.strategy.replicated else "dp_shard": state.num_processes},
+        mesh=components.strategy.mesh_axes(state.num_processes),
         metric=metric,
         receipt=current_settings(components) if weights is not None else {},
     )
@@ -356,10 +359,11 @@ def capture_snapshot(
     )
     if weights is None:
         return Snapshot(facts, own)
+    capture_model = _whole_model if components.strategy.saves_whole_weights and not in_shards else _model
     return Snapshot(
         facts,
         own,
-        models=tuple(_model(components.stepper.models[number], number, weight, shards) for number, weight in weights.items()),
+        models=tuple(capture_model(components.stepper.models[number], number, weight, shards) for number, weight in weights.items()),
         optimizers=tuple(
             _part(numbered_name("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}", shards)
             for number, optimizer in enumerate(components.registry.optimizers)
@@ -388,6 +392,15 @@ def _model(model: PreparedModel, number: int, state_dict: dict[str, Any], shards
     whole = {name: tensor for name, tensor in weights.tensors.items() if name not in held}
     aliases = {name: kept for name, kept in weights.aliases.items() if name not in held}
     return ModelPart(number, base, kind, whole, aliases, extra, frozen, bool(held))
+
+
+def _whole_model(model: PreparedModel, number: int, state_dict: dict[str, Any], shards: list[ShardedPart] | None) -> ModelPart:
+    """Return the weights of a model with sharded tensors as they are: whoever writes them puts them together."""
+    base, kind = numbered_name("model", number), type(model.original).__name__
+    weights = split_sharded_state_dict(model.original, state_dict, f"the weights of {kind}")
+    frozen = frozenset(name for name, parameter in model.original.named_parameters() if not parameter.requires_grad)
+    extra = flatten_part(f"{base}_extra", dict(weights.extra), f"the state of {kind}") if weights.extra else None
+    return ModelPart(number, base, kind, weights.tensors, weights.aliases, extra, frozen)
 
 
 def _sharded_part(base: str, shards: Mapping[str, LocalShard], aliases: Mapping[str, str], frozen: frozenset[str]) -> ShardedPart:

@@ -27,13 +27,16 @@ from slipstream.checkpoint.commit import find_recoverable
 from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile, checkpoint_number, open_listed_file, rank_files, read_manifest
 from slipstream.checkpoint.rotate import NumberedCheckpoint, describe_checkpoint, find_incomplete, numbered_checkpoints
-from slipstream.checkpoint.sharded import TensorPlaceholders, open_shards
-from slipstream.checkpoint.tensor_bytes import FileContent, load_tensors, read_tensor_file
+from slipstream.checkpoint.shard_layout import whole_box
+from slipstream.checkpoint.sharded import TensorPlaceholders, WholeTensorFile, open_shards
+from slipstream.checkpoint.tensor_bytes import FileContent, LoadedTensorFile, load_tensors, read_tensor_file
 from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError, MissingCheckpointError
 from slipstream.files.checksum import checksums_name
+from slipstream.files.disk import FileEntry
 from slipstream.files.object_store import is_url, local_path, redact
-from slipstream.files.reader import read_whole
+from slipstream.files.reader import read_digest, read_span, read_whole
+from slipstream.files.safetensors_layout import read_layout
 from slipstream.logging import get_logger
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ _ATTEMPTS: Final = 20  # at least, and for at least this long, if other saves re
 _RETRY_SECONDS: Final = 60.0
 _LARGEST_RANK_FILE: Final = 16 << 20  # every rank reads those of all ranks, so that all pass over the same checkpoints
 _LARGEST_WORLD: Final = 256
+_READ_IN_PARTS: Final = 1 << 20
+"""Bytes of a file from which on ranks of a sharded run read parts of it."""
 
 
 @dataclass
@@ -62,6 +67,8 @@ class Checkpoint:
     """The contents of its files, tensors or bytes; removed as they are used."""
     placeholders: TensorPlaceholders = field(default_factory=TensorPlaceholders, repr=False)
     """Placeholders of tensors that are stored in shards."""
+    store: remote.RemoteFiles | None = field(default=None, repr=False)
+    """Where shards are, if that is not the folder."""
     _late: dict[int, Path] | None = field(default=None, repr=False)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
@@ -90,7 +97,7 @@ class Checkpoint:
         """Return placeholders for the tensors in these shard files."""
         if not names:
             return {}
-        return self.placeholders.add(open_shards(self.folder, names, self.manifest.files, self.buffers.pop))
+        return self.placeholders.add(open_shards(self.folder, names, self.manifest.files, self.buffers.pop, self.store))
 
     def rank(self, rank: int) -> dict[str, Any] | None:
         """Return the state of a rank, or None if it did not save."""
@@ -121,10 +128,19 @@ class Checkpoint:
         return str(self.folder / name)
 
 
-def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: True, alone: bool = False) -> Checkpoint:
+def open_checkpoint(
+    folder: Path,
+    *,
+    keep: Callable[[str], bool] = lambda name: True,
+    alone: bool = False,
+    in_parts: bool = False,
+    store: remote.RemoteFiles | None = None,
+) -> Checkpoint:
     """Read and verify a checkpoint; the contents of files for which `keep` returns False are released at once.
 
-    `alone`: no other process reads it at the same time and would profit from the page cache.
+    `alone`: no other process reads it at the same time and would profit from the page cache. `in_parts`: large
+    files of weights and optimizers are verified here and read later, as much of them as this rank needs. `store`: where shards are, if
+    they are not in the folder.
     """
     if not folder.exists():
         folder = find_recoverable(folder) or folder
@@ -132,7 +148,7 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
     for attempt in itertools.count(1):
         before = _folder_identity(folder)
         try:
-            return _read_all(folder, read_manifest(folder), keep, alone)
+            return _read_all(folder, read_manifest(folder), keep, alone, in_parts, store)
         except CheckpointError:
             if _folder_identity(folder) == before:  # else another save has replaced it meanwhile: read that
                 raise
@@ -150,20 +166,47 @@ def _folder_identity(folder: Path) -> tuple[int, ...] | None:
     return None
 
 
-def _read_all(folder: Path, manifest: Manifest, keep: Callable[[str], bool], alone: bool) -> Checkpoint:
+def _read_all(
+    folder: Path, manifest: Manifest, keep: Callable[[str], bool], alone: bool, in_parts: bool, store: remote.RemoteFiles | None
+) -> Checkpoint:
     buffers = {}
     shards = manifest.shard_files()
     known = manifest.part_files() | set(map(checksums_name, shards))
+    large = {name for model in manifest.models for name in model.files} | set(manifest.optimizers) if in_parts else set()
+    placeholders = TensorPlaceholders()
     total = sum(entry.size for name, entry in manifest.files.items() if name not in shards)
     with bar(total, "loading", "B") as shown:
         for name, entry in manifest.files.items():
             if name in shards:
-                os.close(_open_sized(folder, name, entry.size))
+                if store is None:
+                    os.close(_open_sized(folder, name, entry.size))
+                continue
+            if name in large and name.endswith(".safetensors") and entry.size >= _READ_IN_PARTS and keep(name):
+                buffers[name] = _open_in_parts(folder, name, entry, placeholders)
+                shown.update(entry.size)
                 continue
             buffer = _read(folder, name, entry.size, entry.checksum, alone=alone, advance=shown.update)
             if name in known and keep(name):
                 buffers[name] = buffer
-    return Checkpoint(folder, manifest, buffers)
+    return Checkpoint(folder, manifest, buffers, placeholders, store)
+
+
+def _open_in_parts(folder: Path, name: str, entry: FileEntry, placeholders: TensorPlaceholders) -> LoadedTensorFile:
+    """Return a verified file with placeholders for its tensors; those of bytes, which may stand for another type, are read."""
+    where = str(folder / name)
+    descriptor = _open_sized(folder, name, entry.size)
+    try:
+        found = read_digest(descriptor, entry.size, where=where)
+        if found != entry.checksum:
+            raise CheckpointError(f"{where} is damaged: its checksum is {found}, and {entry.checksum[:40]} was written")
+        layout = read_layout(lambda offset, count: read_span(descriptor, offset, offset + count, where=where), entry.size, where)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    file = WholeTensorFile(descriptor, layout, where)
+    tensors = placeholders.add(file)
+    packed = {key: file.read(key, whole_box(tensor.shape)) for key, tensor in tensors.items() if tensor.dtype == torch.uint8}
+    return LoadedTensorFile(layout, {**tensors, **packed})
 
 
 def _read_rank_file(path: Path) -> FileContent:
@@ -207,7 +250,7 @@ class NewestCheckpoint:
 
 
 def open_newest(
-    candidates: Iterable[Path], where: str, *, alone: bool = False, known: Mapping[Path, str] | None = None
+    candidates: Iterable[Path], where: str, *, alone: bool = False, known: Mapping[Path, str] | None = None, in_parts: bool = False
 ) -> NewestCheckpoint:
     """Return the first candidate that verifies, with the files that ranks added to it.
 
@@ -218,7 +261,7 @@ def open_newest(
     while untried := [folder for folder in candidates if folder not in passed and folder not in gone]:
         for folder in untried:
             try:
-                checkpoint = open_checkpoint(folder, alone=alone)
+                checkpoint = open_checkpoint(folder, alone=alone, in_parts=in_parts)
                 checkpoint.read_ranks()
                 return NewestCheckpoint(checkpoint, passed)
             except (CheckpointError, FileNotFoundError) as error:
@@ -366,8 +409,10 @@ def _listed(training: Any, name: str, where: str) -> list[Any]:
 def is_one_of_several(saver: Saver, input_dir: Any, folder: str) -> bool:
     """Whether a checkpoint was chosen from a folder of several, so that another one can replace it."""
     searched = saver.folder if input_dir is None else os.fspath(input_dir)
-    if searched is None or is_url(searched):
+    if searched is None:
         return False
+    if is_url(searched):
+        return searched.rstrip("/") == folder.rstrip("/").rpartition("/")[0]
     return Path(local_path(searched)).expanduser().absolute() == Path(folder).absolute().parent
 
 
@@ -381,20 +426,23 @@ def locate_checkpoint(saver: Saver, input_dir: Any, allow_pickle: bool, unusable
             "load_state() was called without a folder: write load_state('checkpoints/first'), or number checkpoints with "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to load the newest"
         )
+    in_parts = not saver.components.strategy.replicated
     if is_url(where):
-        return _read_remote(where, numbered=input_dir is None)
+        return _read_remote(where, unusable, numbered=input_dir is None, in_parts=in_parts)
     alone, folder = saver.components.state.num_processes == 1, Path(local_path(where)).expanduser()
     if input_dir is not None:
         if (found := _read_accelerate(folder, allow_pickle)) is not None:
             return found
         if (folder / MANIFEST).exists() or not numbered_checkpoints(folder):
-            return read_saved_state(open_checkpoint(folder, alone=alone), str(folder))
+            return read_saved_state(open_checkpoint(folder, alone=alone, in_parts=in_parts), str(folder))
     # If the highest number is a checkpoint of Accelerate, that one is meant; older ones are not considered.
     here = numbered_checkpoints(folder)
     if here and (found := _read_accelerate(here[-1][1], allow_pickle)) is not None:
         return found
     candidates = _Candidates(folder)
-    newest = open_newest(candidates, where, alone=alone, known={Path(path): why for path, why in unusable.items()})
+    newest = open_newest(
+        candidates, where, alone=alone, known={Path(path): why for path, why in unusable.items()}, in_parts=in_parts
+    )
     loaded = newest.checkpoint.folder.name
     passed = {path.name: why for path, why in newest.passed_over.items()}
     _warn_passed_over(_newer_than(loaded, candidates.incomplete) | passed, loaded)
@@ -425,8 +473,11 @@ def _explain_incomplete(checkpoint: NumberedCheckpoint) -> str:
     return f"it is incomplete, without the state of {checkpoint.missing}, which did not finish save_state; pass its path to load it"
 
 
-def _read_remote(url: str, *, numbered: bool) -> SavedState:
-    """Return the checkpoint at a URL, or the newest valid one of those numbered below it, from a temporary copy."""
+def _read_remote(url: str, unusable: Mapping[str, str], *, numbered: bool, in_parts: bool) -> SavedState:
+    """Return the checkpoint at a URL, or the newest valid one of those numbered below it, from a temporary copy.
+
+    With `in_parts`, shards are not fetched but read where they are.
+    """
     candidates = [place for _, place in reversed(remote.list_numbered(url))]
     known = [found for place in candidates if (found := remote.describe_checkpoint(place)) is not None] if len(candidates) > 1 else []
     incomplete = {checkpoint.name: _explain_incomplete(checkpoint) for checkpoint in find_incomplete(known)}
@@ -434,8 +485,13 @@ def _read_remote(url: str, *, numbered: bool) -> SavedState:
     passed: dict[str, str] = {}
     for place in candidates or ([] if numbered else [url]):
         holder, name = _TemporaryCopy(), place.rpartition("/")[2] if candidates else "checkpoint"
+        if place in unusable:
+            passed[name] = unusable[place]
+            continue
         try:
-            checkpoint = open_checkpoint(remote.fetch(place, holder.folder / name))
+            store = remote.RemoteFiles(place) if in_parts else None
+            folder = remote.fetch(place, holder.folder / name) if store is None else store.fetch_rest(holder.folder / name)
+            checkpoint = open_checkpoint(folder, in_parts=in_parts, store=store)
         except CheckpointError as error:
             if not candidates:
                 raise

@@ -14,13 +14,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from slipstream.checkpoint.full_tensors import FullTensors
 from slipstream.checkpoint.manifest import MANIFEST, MODEL_NAME, SAFE_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from slipstream.checkpoint.serialize import write_part
-from slipstream.checkpoint.tensor_bytes import DTYPES, EncodedFile, dtype_name, tensor_bytes
+from slipstream.checkpoint.sharded import is_sharded, local_box, shard_like
+from slipstream.checkpoint.tensor_bytes import DTYPES, EncodedFile, TensorReader, dtype_name, read_own_bytes, tensor_bytes
 from slipstream.checkpoint.weight_source import WeightSource, find_weights
 from slipstream.checkpoint.weights import (
     METADATA,
@@ -33,6 +35,7 @@ from slipstream.checkpoint.weights import (
     may_rename_keys,
     plan_shards,
     shard_names,
+    split_sharded_state_dict,
     split_state_dict,
     tied_names,
     unwrap_module,
@@ -46,7 +49,12 @@ from slipstream.files.safetensors_layout import file_order_key, plan_layout
 from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
 
-__all__ = ["Progress", "clean_state_dict_for_safetensors", "load_weights", "merge_weights", "parse_dtype", "save_model"]
+if TYPE_CHECKING:
+    from slipstream.checkpoint.saver import Saver
+
+__all__ = [
+    "Progress", "clean_state_dict_for_safetensors", "load_weights", "merge_weights", "parse_dtype", "save_model", "save_sharded_model",
+]
 
 
 _SHARD: Final = r"-\d{5}-of-\d{5}"
@@ -71,25 +79,85 @@ def save_model(
     ...     os.listdir(folder)
     ['model.safetensors']
     """
-    folder = check_local_path(save_directory, "save_directory")
-    largest = parse_size(max_shard_size)
-    _check_folder(folder)
+    folder, largest = _check_target(save_directory, max_shard_size)
     state = unwrap_module(model).state_dict() if isinstance(model, torch.nn.Module) else model
     if not isinstance(state, Mapping):
         raise ConfigError(f"save_model was given a {type(model).__qualname__}. Pass a torch.nn.Module, or its state_dict().")
     weights = split_state_dict(state, f"the weights of {type(model).__name__}")
     weights.extra.pop(METADATA, None)  # layer versions matter for resuming a run only
+    _write_model(
+        folder,
+        weights,
+        lambda files, shown: _add_safe(files, weights, largest, shown)
+        if safe_serialization
+        else _add_torch(files, weights, state, largest, shown),
+        SAFE_MODEL_NAME if safe_serialization else MODEL_NAME,
+        disk or Disk(),
+    )
+
+
+def _check_target(save_directory: Any, max_shard_size: int | str) -> tuple[Path, int]:
+    folder = check_local_path(save_directory, "save_directory")
+    largest = parse_size(max_shard_size)
+    _check_folder(folder)
+    return folder, largest
+
+
+def _write_model(
+    folder: Path, weights: Weights, add: Callable[[AtomicFiles, ProgressBar], set[str]], base: str, disk: Disk
+) -> None:
+    """Write files of weights through `add`, which returns their names, and replace those of an earlier save."""
     total = sum(tensor.nbytes for tensor in weights.tensors.values())
-    with AtomicFiles(folder, disk or Disk()) as files, bar(total, "saving", "B") as shown:
-        names = _add_safe(files, weights, largest, shown) if safe_serialization else _add_torch(files, weights, state, largest, shown)
-        base = SAFE_MODEL_NAME if safe_serialization else MODEL_NAME
+    with AtomicFiles(folder, disk) as files, bar(total, "saving", "B") as shown:
+        names = add(files, shown)
         if any(re.search(_SHARD, name) and (folder / name).exists() for name in names):
             # Otherwise the old index would list a mixture of old and new files.
             files.remove([name for name in _stale_files(folder, base, ()) if name.endswith(".index.json")])
         files.place()
         files.remove(_stale_files(folder, base, names))
-    if not safe_serialization and (folder / SAFE_WEIGHTS_NAME).exists():
+    if base == MODEL_NAME and (folder / SAFE_WEIGHTS_NAME).exists():
         get_logger(__name__).warning(f"{folder / SAFE_WEIGHTS_NAME} of an earlier save is also there, and takes precedence when loading.")
+
+
+def save_sharded_model(
+    saver: Saver, model: torch.nn.Module, save_directory: Any, max_shard_size: int | str, safe_serialization: bool
+) -> None:
+    """Write the weights of a model that is sharded over ranks, on the main process; every rank must call it.
+
+    The main process holds its shards and one full tensor at a time. With `safe_serialization=False` it holds all weights, because
+    `torch.save` wants them at once.
+    """
+    state = saver.components.strategy.state(model)
+
+    def begin() -> tuple[Path, int] | None:
+        if saver.project.save_on_each_node:
+            raise ConfigError(
+                "save_model of a sharded model with ProjectConfiguration(save_on_each_node=True): the main process alone puts the weights "
+                "together. Leave it out, and save to a folder that all machines share"
+            )
+        return _check_target(save_directory, max_shard_size) if saver.writes else None
+
+    weights = split_sharded_state_dict(model, state, f"the weights of {type(model).__name__}")
+    weights.extra.pop(METADATA, None)
+    saver.run_and_agree("save_model", lambda: begin() and None)
+    if not safe_serialization:
+        full = saver.components.strategy.full_state(model)
+        saver.run_and_agree("save_model", lambda: save_model(full, save_directory, max_shard_size, False) if saver.writes else None)
+        return
+
+    def write() -> None:
+        with tensors:
+            if saver.writes:
+                folder, largest = _check_target(save_directory, max_shard_size)
+
+                def add(files: AtomicFiles, shown: ProgressBar) -> set[str]:
+                    return _add_safe(files, weights, largest, shown, tensors.read)
+
+                _write_model(folder, weights, add, SAFE_MODEL_NAME, saver.disk)
+
+    order = plan_shards(weights.tensors, parse_size(max_shard_size))
+    tensors = FullTensors(saver, {name: weights.tensors[name] for group in order for name in group}, "save_model")
+    saver.run_and_agree("save_model", write)
 
 
 def _check_folder(folder: Path) -> None:
@@ -101,7 +169,9 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _add_safe(files: AtomicFiles, weights: Weights, largest: int, shown: ProgressBar) -> set[str]:
+def _add_safe(
+    files: AtomicFiles, weights: Weights, largest: int, shown: ProgressBar, read: TensorReader = read_own_bytes
+) -> set[str]:
     def add(name: str, encode: Callable[[], EncodedFile]) -> None:
         chunks, size = encode()
         files.add(name, counted(chunks, shown.update), size)
@@ -109,7 +179,7 @@ def _add_safe(files: AtomicFiles, weights: Weights, largest: int, shown: Progres
     written: set[str | None] = set()
     if weights.extra:
         written.add(write_part(files.add, f"{SAFE_MODEL_NAME}_extra", weights.extra, "the state dict")[0])
-    names, index = write_weights(add, SAFE_MODEL_NAME, weights.tensors, weights.aliases, largest)
+    names, index = write_weights(add, SAFE_MODEL_NAME, weights.tensors, weights.aliases, largest, read=read)
     return {name for name in (*written, *names, index) if name is not None}
 
 
@@ -227,16 +297,29 @@ def _load(
     report = check_fit(model, forms, aliases, extra)
     report.demand_values(model, where)
     report.demand(where, type(model).__name__, strict=strict)
+    targets = {name: value for name, value in model.state_dict().items() if is_sharded(value)}
+    if dtype is not None and targets:
+        raise ConfigError(f"dtype={dtype} for a sharded model, whose weights keep their type. Load it before prepare, or leave dtype out.")
     if dtype is not None:
         cast_weights(model, {report.renamed.get(name, name) for name in (*forms, *aliases)}, dtype, keep)
     together = len(source.files) == 1 or may_rename_keys(model) or _aliases_in_other_files(tied_names(model), homes, report)
     if not together and METADATA not in extra:  # else a layer with part of its weights would assume an old version
         extra[METADATA] = getattr(model.state_dict(), METADATA, None)
     for names in [source.files] if together else [(name,) for name in source.files]:
-        tensors = {key: tensor for name in names for key, tensor in source.open(name, verify=False).tensors.items()}
+        files = [source.open(name, verify=False).tensors for name in names]
+        tensors = {key: _take_share(file, key, targets.get(report.renamed.get(key, key))) for file in files for key in file}
         load_into(model, tensors, aliases, extra, strict=False)
         extra = {name: value for name, value in extra.items() if name == METADATA}
     return report
+
+
+def _take_share(tensors: Mapping[str, torch.Tensor], name: str, target: Any) -> Any:
+    """Return a tensor of a file; if the target is sharded, the part that this rank holds, in the same way."""
+    if target is None or tuple(getattr(tensors, "placeholders", tensors)[name].shape) != tuple(target.shape):
+        return tensors[name]
+    box = local_box(target)
+    read = getattr(tensors, "read", None)  # of tensors that are in shards themselves
+    return shard_like(target, tensors[name][box.slices()].clone() if read is None else read(name, box))
 
 
 def _aliases_in_other_files(tied: Mapping[str, Collection[str]], homes: Mapping[str, str], report: LoadReport) -> bool:

@@ -36,6 +36,7 @@ from slipstream.checkpoint.manifest import (
     RankFile,
     checkpoint_number,
     parse_manifest,
+    read_manifest,
     split_stamp,
 )
 from slipstream.checkpoint.rotate import NumberedCheckpoint, RetentionPolicy, find_protected
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
     from slipstream.checkpoint.capture import Snapshot
 
 __all__ = [
-    "RemoteStage", "RemoteTarget", "describe_checkpoint", "fetch", "list_numbered", "read_remote_manifest", "rotate", "write_latest",
+    "RemoteFile", "RemoteFiles", "RemoteStage", "RemoteTarget", "describe_checkpoint", "fetch", "list_numbered", "read_remote_manifest",
+    "rotate", "write_latest",
 ]
 
 _LARGEST_RANK_FILE: Final = 64 * 2**20
@@ -245,7 +247,51 @@ def read_remote_manifest(url: str) -> Manifest:
     return _saved_names(_current(ObjectStore(url)))
 
 
-def fetch(url: str, into: str | os.PathLike[str]) -> Path:
+class RemoteFiles:
+    """Files of a checkpoint at a URL that are read in parts, by the names that they were saved with."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._store = ObjectStore(url)
+        self._places: dict[str, str] = {}
+
+    def fetch_rest(self, into: Path) -> Path:
+        """Download everything but the shards into a folder, and return it."""
+        manifest = fetch(self.url, into, with_shards=False)
+        current = _current(self._store)
+        saved = _saved_names(current)
+        if saved.stamp != read_manifest(manifest).stamp:
+            raise CheckpointError(f"{self._store.shown} was replaced by another save while it was read; load it again")
+        self._places = dict(zip(saved.files, current.files, strict=True))
+        return manifest
+
+    def show(self, name: str) -> str:
+        """Return the URL of a file, as it may be printed."""
+        return self._store.show(self._places[name])
+
+    def open(self, name: str) -> RemoteFile:
+        """Return a file whose bytes can be read at any offset."""
+        return RemoteFile(self._store, self._places[name])
+
+
+class RemoteFile:
+    """An object of a store, read in parts."""
+
+    def __init__(self, store: ObjectStore, place: str) -> None:
+        self._store, self._place = store, place
+
+    def size(self) -> int:
+        """Return how many bytes it has."""
+        return self._store.size(self._place)
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        """Read bytes from `offset` on, and return how many were read."""
+        data = self._store.read_range(self._place, offset, offset + len(into))
+        into[: len(data)] = data
+        return len(data)
+
+
+def fetch(url: str, into: str | os.PathLike[str], *, with_shards: bool = True) -> Path:
     """Download the checkpoint at a URL into a folder, which has to be empty or absent, and return that folder."""
     store, folder = ObjectStore(url), Path(into)
     folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +299,7 @@ def fetch(url: str, into: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{store.shown} cannot be downloaded into {folder}: that folder is not empty")
     manifest = _current(store)
     try:
-        _download(store, manifest, folder)
+        _download(store, manifest, folder, with_shards)
     except MissingCheckpointError:
         # Another save may have replaced it meanwhile, and removed these files.
         again = _current(store)
@@ -261,7 +307,7 @@ def fetch(url: str, into: str | os.PathLike[str]) -> Path:
             raise
         shutil.rmtree(folder)
         folder.mkdir()
-        _download(store, again, folder)
+        _download(store, again, folder, with_shards)
     return folder
 
 
@@ -380,10 +426,13 @@ def _saved_names(manifest: Manifest) -> Manifest:
 # -- downloading and removing
 
 
-def _download(store: ObjectStore, manifest: Manifest, folder: Path) -> None:
+def _download(store: ObjectStore, manifest: Manifest, folder: Path, with_shards: bool) -> None:
     saved = _saved_names(manifest)
-    with bar(sum(entry.size for entry in saved.files.values()), "fetching", "B") as shown:
+    left_out = set() if with_shards else saved.shard_files()
+    with bar(sum(entry.size for name, entry in saved.files.items() if name not in left_out), "fetching", "B") as shown:
         for place, (name, entry) in zip(manifest.files, saved.files.items(), strict=True):
+            if name in left_out:
+                continue
             _download_file(store, place, folder / name, entry.size, entry.checksum, shown.update)
     limit = _LARGEST_RANK_FILE + sum(entry.size for entry in manifest.files.values())
     for name in store.list():

@@ -249,14 +249,16 @@ def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) 
         if saved.world == world:  # `_agree_on_windows` adds the warning, on all ranks
             return None, None, []
         return None, None, [_lost_batches_message(saved.where, [rank for rank in range(saved.world) if saved.rank(rank) is None])]
-    ratio = _batch_ratio(saver, saved, world)
     loop, gradients = redistribute_loop_state(
-        [(entry["loop"], entry["gradients"] if saved.gradients is None else saved.gradients) for entry in found],
+        [(entry["loop"], entry["gradients"]) for entry in found],
         saved_by=saved.world,
         world_size=world,
-        batch_ratio=ratio,
+        batch_ratio=_batch_ratio(saver, saved, world),
+        reduced=saved.gradients,
     )
-    return loop, gradients if gradients is None or not sharded else _reshard_gradients(saver.components, gradients, saved.placeholders), []
+    if sharded and gradients is not None and saved.gradients is None:
+        gradients = _reshard_gradients(saver.components, gradients, saved.placeholders)
+    return loop, gradients, []
 
 
 def _window_state(plan: _RestorePlan, world: int) -> str:

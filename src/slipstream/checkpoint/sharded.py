@@ -15,22 +15,26 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from slipstream.checkpoint.manifest import open_listed_file
 from slipstream.checkpoint.shard_layout import Box, ShardPosition, cover_box, element_runs, read_positions, whole_box
 from slipstream.checkpoint.tensor_bytes import DTYPES, TORCH_DTYPES, from_buffer, require_storable
-from slipstream.distributed.codec import empty_host_tensor
+from slipstream.distributed.codec import byte_view, empty_host_tensor
 from slipstream.errors import CheckpointError
 from slipstream.files.checksum import BLOCK_SIZE, VerifiedBlockFile, checksums_name
 from slipstream.files.disk import FileEntry
-from slipstream.files.safetensors_layout import TensorEntry, read_layout
+from slipstream.files.reader import fill_span, read_span
+from slipstream.files.safetensors_layout import SafetensorsLayout, TensorEntry, read_layout
+
+if TYPE_CHECKING:
+    from slipstream.checkpoint.remote import RemoteFiles
 
 __all__ = [
-    "BrokenShardError", "LocalShard", "ShardFiles", "StoredShards", "TensorPlaceholders", "is_sharded", "local_box", "local_shard",
-    "local_shards", "open_shards", "replicate_like", "reshard", "shard_like",
+    "BrokenShardError", "LocalShard", "ShardFiles", "StoredShards", "TensorPlaceholders", "WholeTensorFile", "is_sharded", "local_box",
+    "local_shard", "local_shards", "open_shards", "replicate_like", "reshard", "shard_like",
 ]
 
 
@@ -132,8 +136,19 @@ class _StoredShard:
     """The offset of its data in the file."""
     position: ShardPosition
 
-    def read(self, box: Box) -> torch.Tensor:
-        """Return the elements of a box of the full tensor that lies within this shard, as a view of the bytes that were read."""
+    def copy_into(self, target: torch.Tensor, box: Box) -> None:
+        """Copy the elements of a box of the full tensor that lies within this shard; rows are read into the target itself."""
+        inner, item_size = box.relative_to(self.position.box), TORCH_DTYPES[self.entry.dtype].itemsize
+        runs = element_runs(inner, self.position.box.shape)
+        if len(runs) == 1 and target.is_contiguous():
+            (first, end) = runs[0]
+            self.file.read_into(self.start + first * item_size, self.start + end * item_size, byte_view(target))
+        else:
+            target.copy_(self._view(box))
+            self.file.trim()
+
+    def _view(self, box: Box) -> torch.Tensor:
+        """Return the elements of a box, as a view of the bytes that were read."""
         inner, shape = box.relative_to(self.position.box), self.position.box.shape
         item_size = TORCH_DTYPES[self.entry.dtype].itemsize
         runs = element_runs(inner, shape, gap=BLOCK_SIZE // item_size)
@@ -192,12 +207,41 @@ class ShardFiles(Mapping[str, torch.Tensor]):
             raise CheckpointError(f"{self.where}: {name[:100]!r} cannot be assembled: {error}") from None
         assembled = empty_host_tensor(TORCH_DTYPES[shards[0].entry.dtype], box.shape)
         for index, part in found:
-            assembled[part.relative_to(box).slices()] = shards[index].read(part)
+            shards[index].copy_into(assembled[part.relative_to(box).slices()], part)
         return assembled
 
 
+class WholeTensorFile:
+    """The tensors of a safetensors file, of which boxes are read when they are needed. Whoever opens it has verified the file."""
+
+    def __init__(self, descriptor: int, layout: SafetensorsLayout, where: str) -> None:
+        self.where = where
+        self._descriptor, self._layout = descriptor, layout
+        weakref.finalize(self, os.close, descriptor)
+        self.placeholders: dict[str, torch.Tensor] = {
+            name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta") for name, entry in layout.entries.items()
+        }
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor in new memory."""
+        entry = self._layout.entries[name]
+        dtype, start = TORCH_DTYPES[entry.dtype], self._layout.data_start + entry.start
+        assembled = empty_host_tensor(dtype, box.shape)
+        if not box.volume:
+            return assembled
+        runs = element_runs(box, entry.shape)
+        first, end = start + runs[0][0] * dtype.itemsize, start + runs[-1][1] * dtype.itemsize
+        if len(runs) == 1:
+            fill_span(self._descriptor, first, byte_view(assembled), where=self.where)
+            return assembled
+        span = read_span(self._descriptor, first, end, where=self.where)
+        strides = [math.prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
+        count = runs[-1][1] - runs[0][0]
+        return assembled.copy_(from_buffer(span, entry.dtype, (count,), 0, len(span)).as_strided(box.shape, strides))
+
+
 class StoredShards(Protocol):
-    """Tensors stored in shards: in our files (`ShardFiles`), or in torch's (`dcp_reader.DcpTensors`)."""
+    """Tensors of which parts can be read: in our files (`ShardFiles`, `WholeTensorFile`), or in torch's (`dcp_reader.DcpTensors`)."""
 
     where: str
     placeholders: dict[str, torch.Tensor]
@@ -235,13 +279,27 @@ class TensorPlaceholders:
 
 
 def open_shards(
-    folder: Path, names: Sequence[str], files: Mapping[str, FileEntry], read_checksums: Callable[[str], Any]
+    folder: Path,
+    names: Sequence[str],
+    files: Mapping[str, FileEntry],
+    read_checksums: Callable[[str], Any],
+    store: RemoteFiles | None = None,
 ) -> ShardFiles:
-    """Open shard files of a checkpoint; `read_checksums` returns the verified bytes of a file of block checksums."""
+    """Open shard files of a checkpoint; `read_checksums` returns the verified bytes of a file of block checksums.
+
+    With `store` they are read where they are stored, and only what is needed of them.
+    """
+    where = str(folder) if store is None else store.url
     try:
-        return ShardFiles([_open(folder, name, files[name].size, read_checksums(checksums_name(name))) for name in names], str(folder))
+        opened = [
+            _open(folder, name, files[name].size, read_checksums(checksums_name(name)))
+            if store is None
+            else VerifiedBlockFile(store.open(name), files[name].size, read_checksums(checksums_name(name)), store.show(name))
+            for name in names
+        ]
+        return ShardFiles(opened, where)
     except CheckpointError as error:
-        raise BrokenShardError(error, str(folder)) from error
+        raise BrokenShardError(error, where) from error
 
 
 def _open(folder: Path, name: str, size: int, checksums: Any) -> VerifiedBlockFile:

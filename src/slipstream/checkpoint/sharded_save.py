@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.checkpoint.capture import Snapshot, capture_snapshot
+from slipstream.checkpoint.full_tensors import FullTensors
+from slipstream.checkpoint.weights import plan_shards
 from slipstream.checkpoint.writer import (
     Destination,
     RankContribution,
@@ -32,6 +34,7 @@ from slipstream.checkpoint.writer import (
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import strict_json
 from slipstream.files.object_store import redact
+from slipstream.logging import get_logger
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.saver import SaveOptions, Saver
@@ -46,13 +49,20 @@ def save_sharded(saver: Saver, output_dir: Any, options: SaveOptions) -> str:
     with ExitStack() as cleanup:
         save = _ShardedSave(saver, options, cleanup)
         save.agree_on_target(saver.run_and_agree("save_state", partial(save.begin, output_dir)))
+        if saver.save_hooks:  # they may raise on one rank alone, while others go on to what needs all ranks
+            saver.run_and_agree("save_state", save.run_hooks)
         if options.async_save:
             save.check_positions(saver.run_and_agree("save_state", save.capture))
             save.cleanup = cleanup.pop_all()
             saver.background.start(f"the checkpoint {redact(save.target)}", save.write_async)
         else:
-            reports = saver.run_and_agree("save_state", lambda: [save.capture(), save.write()])
-            save.check_positions([position for position, _ in reports])
+            if saver.components.strategy.saves_whole_weights:
+                save.check_positions(saver.run_and_agree("save_state", save.capture))
+                save.full = FullTensors(saver, save.whole, "save_state")
+                reports = [(None, report) for report in saver.run_and_agree("save_state", save.write)]
+            else:
+                reports = saver.run_and_agree("save_state", lambda: [save.capture(), save.write()])
+                save.check_positions([position for position, _ in reports])
             saver.run_and_agree("save_state", lambda: save.commit([RankContribution.from_dict(report) for _, report in reports]))
     return save.target
 
@@ -72,6 +82,11 @@ class _ShardedSave:
     stage: Stage = field(init=False)
     snapshot: Snapshot = field(init=False)
     written: WrittenParts = field(init=False)
+    weights: dict[int, dict[str, Any]] | None = None
+    """The weights by model number, once hooks have run."""
+    whole: dict[Any, Any] = field(default_factory=dict)
+    """Weights that are written whole, in the order of the files."""
+    full: FullTensors | None = None
 
     def begin(self, output_dir: Any) -> list[Any]:
         saver = self.saver
@@ -102,17 +117,40 @@ class _ShardedSave:
             given = ", ".join(f"rank {rank}: {report[0]!r}" for rank, report in enumerate(reports))
             raise ConfigError(f"save_state was given different folders ({given}): sharded state needs one folder")
 
-    def capture(self) -> list[str]:
-        """Run the save hooks and capture what this rank will write."""
-        saver = self.saver
-        if not saver.writes:
+    def run_hooks(self) -> None:
+        """Run the save hooks, and keep the weights that they leave to us."""
+        if not self.saver.writes:
             self._enter(self.destination.join(str(self.ticket)))
-        weights = saver.take_weights(str(self.stage.folder))
-        snapshot = capture_snapshot(saver.components, saver.run_id, saver.objects, weights, self.options.metric, shards=[])
+        self.weights = self.saver.take_weights(str(self.stage.folder))
+
+    def capture(self) -> list[str]:
+        """Capture what this rank will write."""
+        saver, options = self.saver, self.options
+        if self.weights is None:
+            self.run_hooks()
+        weights, self.weights = self.weights, None
+        snapshot = capture_snapshot(
+            saver.components, saver.run_id, saver.objects, weights, options.metric, shards=[], in_shards=options.async_save
+        )
+        if saver.components.strategy.saves_whole_weights:
+            self._plan_whole(snapshot)
         if not saver.writes:
             snapshot = replace(snapshot, models=(), optimizers=(), training=None, objects=())
         self.snapshot = saver.arena.keep(snapshot) if self.options.async_save else snapshot
         return [snapshot.facts.stamp, *(part.base for part in snapshot.shards)]
+
+    def _plan_whole(self, snapshot: Snapshot) -> None:
+        """Decide in which order sharded weights are put together for whole files."""
+        if self.options.async_save:
+            get_logger(__name__).warning_once(
+                "save_state(async_save=True) writes the weights in shards: state_dict_type='FULL_STATE_DICT' needs every process until "
+                "they are on the disk. slipstream merge-weights makes one file of them."
+            )
+            return
+        for model in snapshot.models:
+            frozen = model.frozen if self.options.dedup else frozenset()
+            for group in plan_shards(model.tensors, self.options.shard_bytes, frozen):
+                self.whole |= {(model.base, name): model.tensors[name] for name in group}
 
     def check_positions(self, positions: list[Any]) -> None:
         if any(position != positions[0] for position in positions):
@@ -124,10 +162,11 @@ class _ShardedSave:
 
     def write(self) -> dict[str, Any]:
         options = self.options
-        reusable = self.destination.reusable(self.saver.last) if options.dedup else []
-        self.written = write_parts(
-            self.stage, self.snapshot, max_shard_size=options.shard_bytes, reusable=reusable, dedup=options.dedup
-        )
+        with self.full or nullcontext():
+            reusable = self.destination.reusable(self.saver.last) if options.dedup else []
+            self.written = write_parts(
+                self.stage, self.snapshot, max_shard_size=options.shard_bytes, reusable=reusable, dedup=options.dedup, full=self.full
+            )
         if not self.stage.common:  # other processes do not see files that hooks wrote here
             adopt_hook_files(self.stage, self.written.contribution.files)
         return self.written.contribution.to_dict()

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, starmap
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -25,9 +25,9 @@ from slipstream.files.reader import check_fits_memory, read_into, read_whole
 from slipstream.files.safetensors_layout import LARGEST_HEADER, SafetensorsLayout, plan_layout, read_layout
 
 __all__ = [
-    "BYTE_VIEWED_DTYPES", "DTYPES", "EncodedFile", "FileContent", "LoadedTensorFile", "TORCH_DTYPES", "dtype_name", "encode_tensors",
-    "explain_unstorable", "from_buffer", "is_utf8", "load_tensors", "memory_identity", "pack_bytes", "read_tensor_file",
-    "require_storable", "tensor_bytes", "unpack_bytes",
+    "BYTE_VIEWED_DTYPES", "DTYPES", "EncodedFile", "FileContent", "LoadedTensorFile", "TORCH_DTYPES", "TensorReader", "dtype_name",
+    "encode_tensors", "explain_unstorable", "from_buffer", "is_utf8", "load_tensors", "memory_identity", "pack_bytes",
+    "read_own_bytes", "read_tensor_file", "require_storable", "tensor_bytes", "unpack_bytes",
 ]
 
 
@@ -140,11 +140,22 @@ EncodedFile: TypeAlias = tuple[Iterable[Any], int]
 """The bytes of a file in chunks, and their total."""
 
 
-def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> EncodedFile:
-    """Return a safetensors file with these tensors in this order; their bytes are read with the chunks."""
+TensorReader: TypeAlias = Callable[[str, torch.Tensor], memoryview]
+"""Returns the bytes of a tensor of this name."""
+
+
+def read_own_bytes(name: str, tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor that this process holds whole."""
+    return tensor_bytes(tensor)
+
+
+def encode_tensors(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], read: TensorReader = read_own_bytes
+) -> EncodedFile:
+    """Return a safetensors file with these tensors, in their order; their bytes are read when the chunks are, by `read`."""
     items = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
     header, layout = plan_layout(items, {"format": "pt", **metadata})
-    return chain([header], map(tensor_bytes, tensors.values())), layout.size
+    return chain([header], starmap(read, tensors.items())), layout.size
 
 
 def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:

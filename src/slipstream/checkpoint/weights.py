@@ -22,7 +22,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from slipstream.checkpoint.sharded import is_sharded
-from slipstream.checkpoint.tensor_bytes import DTYPES, EncodedFile, encode_tensors, is_utf8, memory_identity, pack_bytes, require_storable
+from slipstream.checkpoint.tensor_bytes import (
+    DTYPES,
+    EncodedFile,
+    TensorReader,
+    encode_tensors,
+    is_utf8,
+    memory_identity,
+    pack_bytes,
+    read_own_bytes,
+    require_storable,
+)  # fmt: skip
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.safetensors_layout import file_order_key
@@ -31,7 +41,7 @@ from slipstream.logging import get_logger
 __all__ = [
     "LoadReport", "METADATA", "TensorSlot", "TensorSlots", "Weights", "arrange_state_dict", "unwrap_module", "cast_weights",
     "check_fit", "index_bytes", "load_into", "may_rename_keys", "plan_shards", "set_tensor", "shard_names",
-    "split_state_dict", "tensor_slots", "tied_names", "write_weights",
+    "split_sharded_state_dict", "split_state_dict", "tensor_slots", "tied_names", "write_weights",
 ]
 
 
@@ -468,6 +478,27 @@ def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
     return weights
 
 
+def split_sharded_state_dict(model: torch.nn.Module, state_dict: Mapping[str, Any], where: str) -> Weights:
+    """Return a state dict taken apart, with sharded tensors as they are; every rank gets the same names.
+
+    A rank that holds no element of a tensor cannot see by its memory that it is tied, so that is known by its places in the model.
+    """
+    tied, order = tied_names(model), {name: place for place, name in enumerate(state_dict)}
+    sharded = {name: value for name, value in state_dict.items() if is_sharded(value)}
+    rest = copy.copy(state_dict)  # with its attributes, such as the versions of layers
+    for name in sharded:
+        del rest[name]  # type: ignore[attr-defined]
+    weights = split_state_dict(rest, where)
+    tensors: dict[str, Any] = dict(weights.tensors)
+    for name, value in sharded.items():
+        kept = min((name, *tied.get(name, ())), key=lambda other: order.get(other, len(order)))
+        if kept == name:
+            tensors[name] = value
+        else:
+            weights.aliases[name] = kept
+    return replace(weights, tensors={name: tensors[name] for name in order if name in tensors})
+
+
 def plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, frozen: Collection[str] = frozenset()) -> list[list[str]]:
     """Return the names of the tensors in each file: at most `max_shard_size` bytes, unless a single tensor has more.
 
@@ -514,16 +545,17 @@ def write_weights(
     aliases: Mapping[str, str],
     max_shard_size: int | None = None,
     frozen: Collection[str] = frozenset(),
+    read: TensorReader = read_own_bytes,
 ) -> tuple[list[str], str | None]:
     """Write tensors through `add(name, encode)`, the index last; return the names of the files, and of the index if there are several.
 
-    Aliases of tied weights are in the metadata of the file.
+    Aliases of tied weights are in the metadata of the file. `read` returns the bytes of a tensor, where they are not its memory.
     """
     groups = plan_shards(tensors, max_shard_size, frozen)
     names = shard_names(base, len(groups))
     for name, group in zip(names, groups, strict=True):
         tied = {other: kept for other, kept in aliases.items() if kept in group and other != "format"}
-        add(name, partial(encode_tensors, {key: tensors[key] for key in group}, tied))
+        add(name, partial(encode_tensors, {key: tensors[key] for key in group}, tied, read))
     if len(names) == 1:
         return names, None
     index, data = f"{base}.safetensors.index.json", index_bytes(dict(zip(names, groups, strict=True)), tensors)

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeAlias
 from slipstream.checkpoint import remote
 from slipstream.checkpoint.capture import ModelPart, ShardedPart, Snapshot, StatePart, package_versions
 from slipstream.checkpoint.commit import LocalStage, LocalTarget, write_latest
+from slipstream.checkpoint.full_tensors import FullTensors
 from slipstream.checkpoint.manifest import (
     Manifest,
     ModelEntry,
@@ -40,7 +41,7 @@ from slipstream.checkpoint.manifest import (
 from slipstream.checkpoint.rotate import RetentionPolicy, describe_checkpoint, numbered_checkpoints, remove_outdated, rotate
 from slipstream.checkpoint.serialize import encode_tree
 from slipstream.checkpoint.shard_layout import describe_positions
-from slipstream.checkpoint.tensor_bytes import EncodedFile, encode_tensors
+from slipstream.checkpoint.tensor_bytes import EncodedFile, encode_tensors, read_own_bytes
 from slipstream.checkpoint.weights import plan_shards, shard_names, write_weights
 from slipstream.distributed.progress_bar import bar, counted
 from slipstream.errors import CheckpointError
@@ -111,9 +112,18 @@ def write_checkpoint(
 
 
 def write_parts(
-    stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Path] = (), dedup: bool = False
+    stage: Stage,
+    snapshot: Snapshot,
+    *,
+    max_shard_size: int | None = None,
+    reusable: Sequence[Path] = (),
+    dedup: bool = False,
+    full: FullTensors | None = None,
 ) -> WrittenParts:
-    """Write everything in a snapshot without committing it. With `dedup`, frozen weights get separate files."""
+    """Write everything in a snapshot without committing it. With `dedup`, frozen weights get separate files.
+
+    `full` puts sharded weights together that are to be written whole.
+    """
     with bar(snapshot.size, "saving", "B") as shown, _Writer(stage, reusable if dedup else (), shown.update) as writer:
         contribution = RankContribution(snapshot.rank, "", writer.files)
         for part in snapshot.shards:
@@ -123,7 +133,7 @@ def write_parts(
             contribution.aliases[part.base] = dict(part.aliases)
         written = WrittenParts(
             contribution,
-            models=tuple(_write_model(writer, model, max_shard_size, separate_frozen=dedup) for model in snapshot.models),
+            models=tuple(_write_model(writer, model, max_shard_size, separate_frozen=dedup, full=full) for model in snapshot.models),
             optimizers=tuple(map(writer.part, snapshot.optimizers)),
             training=None if snapshot.training is None else writer.part(snapshot.training),
             objects=tuple(map(writer.part, snapshot.objects)),
@@ -152,7 +162,11 @@ def commit_manifest(stage: Stage, snapshot: Snapshot, written: WrittenParts, oth
         training=written.training,
         objects=written.objects,
         ranks={contribution.rank: contribution.own for contribution in ranks},
-        shards={name: found for name in (*written.optimizers, *written.objects) if (found := shards.get(Path(name).stem))},
+        shards={
+            name: found
+            for name in (*written.optimizers, written.training, *written.objects)
+            if name is not None and (found := shards.get(Path(name).stem))
+        },
     )
     stage.commit(manifest.dump())
     return manifest
@@ -217,6 +231,11 @@ class _Writer:
         if not (self._reusable and self._reuse(name, *encode())):
             self._add(name, *encode())
 
+    def stream(self, name: str, encode: Callable[[], EncodedFile]) -> None:
+        """Write a file of weights that can be encoded only once, and whose chunks are valid until the next one."""
+        chunks, size = encode()
+        self._add(name, map(bytes, chunks) if size < SMALLEST else chunks, size)
+
     def _add(self, name: str, chunks: Iterable[Any], size: int) -> None:
         chunks = counted(chunks, self._advance)
         if self._threads is None or size >= SMALLEST:
@@ -245,13 +264,16 @@ def adopt_hook_files(stage: Stage, files: dict[str, FileEntry]) -> None:
             files[name] = stage.adopt(name)
 
 
-def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, *, separate_frozen: bool) -> ModelEntry:
+def _write_model(
+    writer: _Writer, model: ModelPart, max_shard_size: int | None, *, separate_frozen: bool, full: FullTensors | None
+) -> ModelEntry:
     names: list[str] = []
     index = None
     if model.tensors or not model.sharded:
         base = f"{model.base}-rest" if model.sharded else model.base  # not taken for the weights of the model, which are mostly in shards
         frozen = model.frozen if separate_frozen else frozenset()
-        names, index = write_weights(writer.tensors, base, model.tensors, model.aliases, max_shard_size, frozen)
+        add, read = (writer.tensors, read_own_bytes) if full is None else (writer.stream, full.read)
+        names, index = write_weights(add, base, model.tensors, model.aliases, max_shard_size, frozen, read)
     extra = None if model.extra is None else writer.part(model.extra)
     return ModelEntry(model.kind, tuple(names), model.aliases, index, extra, model.number)
 

@@ -161,6 +161,11 @@ class ObjectStore:
         if left:
             raise CheckpointError(f"{self.show(name)} ended {left:,} bytes before its end of {size:,}")
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Return the bytes of an object from `start` until before `end`."""
+        with self._saying(f"{name} could not be read"):
+            return bytes(self._fs.cat_file(self._path(name), start=start, end=end))
+
     def size(self, name: str) -> int:
         """Return how many bytes an object has; `MissingCheckpointError` if there is none."""
         with self._saying(f"{name} could not be read"):

@@ -23,7 +23,7 @@ from slipstream.errors import CheckpointError
 from slipstream.files.checksum import Digest
 from slipstream.files.disk import copy_bytes, set_direct_io
 
-__all__ = ["check_fits_memory", "release_memory", "read_digest", "read_into", "read_span", "read_whole"]
+__all__ = ["check_fits_memory", "fill_span", "release_memory", "read_digest", "read_into", "read_span", "read_whole"]
 
 _PIECE: Final = 4 << 20
 _READERS: Final = 2
@@ -77,9 +77,14 @@ def read_span(fd: int, start: int, end: int, *, where: str = "the file") -> memo
     b'stream'
     """
     memory = _memory(end - start, where)
-    if memory:
-        _fill(fd, [memory], start, where)
+    fill_span(fd, start, memory, where=where)
     return memory
+
+
+def fill_span(fd: int, start: int, into: memoryview, *, where: str = "the file") -> None:
+    """Fill memory with the bytes of an open file from `start` on."""
+    if into:
+        _fill(fd, [into], start, where)
 
 
 def read_into(

@@ -2,6 +2,7 @@
 
     check, move, prepare, unwrap       raise for a model that cannot run; move it to the device; wrap it; return the user's model
     expect, map_optimizer              optimizers that come with the models; let one work on parameters that `prepare` has replaced
+    mesh, mesh_axes                    torch's mesh of the ranks; its axes and their sizes
     device_type                        the device type that autocast and the loss scaler work on
     set_sync, defer                    whether the coming backward passes reduce gradients
     no_sync, trigger_sync, join        the same as blocks: none; the next one; as long as any rank has batches
@@ -40,9 +41,18 @@ class Strategy:
     """Whether every rank holds the whole state. If not, `state` gives sharded tensors, and a checkpoint is saved by all ranks together."""
 
     @property
+    def saves_whole_weights(self) -> bool:
+        """Whether `save_state` writes the weights of sharded models as whole files (`state_dict_type="FULL_STATE_DICT"`)."""
+        return False
+
+    @property
     def mesh(self) -> Any:
         """torch's mesh of the ranks, where models are sharded; else None."""
         return None
+
+    def mesh_axes(self, world_size: int) -> dict[str, int]:
+        """Return the axes of the mesh that have more than one rank, with their sizes; checkpoints keep them."""
+        return {"dp_replicate" if self.replicated else "dp_shard": world_size}
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
         """Raise for models whose parameters have no memory, or are not on the device of this process."""

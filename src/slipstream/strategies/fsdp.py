@@ -96,6 +96,14 @@ class FSDPStrategy(Strategy):
                 self._mesh = channel.generation, self.sizes.build(self._device.type, timedelta(seconds=self._limits.timeout))
         return self._mesh[1]
 
+    @property
+    def saves_whole_weights(self) -> bool:
+        return self.options().state_dict_type == "FULL_STATE_DICT"
+
+    def mesh_axes(self, world_size: int) -> dict[str, int]:
+        sizes = self.sizes.resolve(world_size)
+        return {axis: sizes.size(axis) for axis in sizes.active or ("dp_shard",)}
+
     # -- models ---------------------------------------------------------------------------------------------------
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:

@@ -160,12 +160,18 @@ def check_loop_state(state: Any, models: Sequence[str]) -> None:
 
 
 def redistribute_loop_state(
-    saved: Sequence[SavedLoop], *, saved_by: int, world_size: int, batch_ratio: float = 1.0
+    saved: Sequence[SavedLoop],
+    *,
+    saved_by: int,
+    world_size: int,
+    batch_ratio: float = 1.0,
+    reduced: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
     """Return the state and gradients that each of `world_size` ranks begins with, from those that `saved_by` ranks saved.
 
     `batch_ratio` is the size of a global batch of the saved run, divided by the present one. The position in an open window is rounded
     down to whole batches of the present size; a loader that resumes in between hands out a short batch first.
+    `reduced` is the mean of the gradients over all ranks, where they were reduced before they were saved; then no rank has its own.
 
     >>> window = Accumulation()
     >>> closing = window.begin(4, None), window.begin(4, None), window.add_mean()
@@ -185,6 +191,9 @@ def redistribute_loop_state(
         windows.append(window)
         weights.append(factors)
     begun = {**first, "windows": windows}
+    if reduced is not None:
+        shares = [saved_by / world_size if not window["closing"] and window["kind"] == "sum" else 1.0 for window in windows]
+        return begun, {name: gradient * shares[int(name.partition(".")[0])] for name, gradient in reduced.items()}
     if all(gradients is None for _, gradients in saved):
         return begun, None
     means: dict[str, torch.Tensor] = {}
