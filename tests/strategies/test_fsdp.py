@@ -486,6 +486,33 @@ def test_refused(ranks: Ranks) -> None:
     ranks(2).run(run)
 
 
+def test_changed_model(ranks: Ranks) -> None:
+    """Parameters may be unfrozen after prepare; new ones are refused before they diverge."""
+
+    def run(shards: bool) -> Any:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if shards else None)
+        model = net()
+        if shards:
+            model.blocks.requires_grad_(False)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(accelerator))
+        model.blocks.requires_grad_(True)
+        for words, following in loader:
+            accelerator.backward(loss_of(model(words), following))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        if shards:
+            model.norm = torch.nn.LayerNorm(7)
+            accelerator.backward(loss_of(model(words), following))
+            with pytest.raises(StateError, match="norm.weight, norm.bias of .*Net were put in after"):
+                optimizer.step()
+        return state
+
+    expected = ranks(1).run(run, False)[0]
+    for found in ranks(2).run(run, True):
+        same(found, expected)
+
+
 def test_released_group(ranks: Ranks) -> None:
     """A sharded model cannot run after its group was released, and says so."""
 

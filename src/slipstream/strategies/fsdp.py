@@ -372,6 +372,13 @@ class FSDPStrategy(Strategy):
         whole = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and name not in sharded}
         return {**state, **{name: value.detach().to(CPU.type, copy=True) for name, value in whole.items()}}
 
+    def step(self, model: torch.nn.Module) -> None:
+        if (sharded := self._find(model)) is not None and (new := sharded.find_new()):
+            raise StateError(
+                f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''} of {type(model).__name__} were put in after it was sharded, so "
+                "their gradients are not averaged over the ranks: change the model before it is prepared"
+            )
+
     def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         with self._in_clip:

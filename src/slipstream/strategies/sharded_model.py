@@ -162,6 +162,18 @@ class ShardedModel:
                 self.handles.append(part.register_forward_hook(part_call.after, always_call=True))
             self.handles.append(root.register_forward_hook(_free_without_backward, always_call=True))  # type: ignore[attr-defined]
 
+    def find_new(self) -> list[str]:
+        """Return the names of trained parameters that came into the model after it was sharded."""
+        model = self.model()
+        known = {id(parameter) for parameter in self.whole}
+        plain = [
+            (name, parameter)
+            for name, parameter in ([] if model is None else model.named_parameters())
+            if not isinstance(parameter, DTensor) and parameter.requires_grad and id(parameter) not in known
+        ]
+        gathered = self.parameter_of() if plain else {}
+        return [name for name, parameter in plain if id(parameter) not in gathered]
+
     def parameter_of(self) -> dict[int, torch.Tensor]:
         """Return the sharded parameters by the identities of the full ones that take their places while a block runs."""
         return {
