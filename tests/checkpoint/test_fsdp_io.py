@@ -85,6 +85,14 @@ def test_full_files(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(load, tmp_path, fully)
 
 
+def test_load_state_of_the_parts(tmp_path: Path, ranks: Ranks) -> None:
+    """`load_state` of a folder with both parts loads them; what else a checkpoint has is not in it."""
+    ranks(2).run(save, tmp_path, fully, SHARDED)
+    run = prepared(not_at_all, seed=5)
+    run[0].load_state(tmp_path)
+    assert equal(state(*run), expected())
+
+
 def test_files_of_accelerate(tmp_path: Path, ranks: Ranks) -> None:
     """Folders that Accelerate wrote by torch.distributed.checkpoint are loaded by the same functions."""
 

@@ -26,8 +26,8 @@ from typing import Any, Final
 import numpy
 import torch
 
-from slipstream.checkpoint.dcp_metadata import DCP_METADATA
-from slipstream.checkpoint.dcp_reader import DcpFolder, open_dcp
+from slipstream.checkpoint.dcp_metadata import DCP_METADATA, is_dcp_folder
+from slipstream.checkpoint.dcp_reader import DcpFolder, open_dcp, read_shard_state
 from slipstream.checkpoint.manifest import ACCELERATE_FILE, FSDP_MODEL_NAME, MANIFEST, OPTIMIZER_NAME
 from slipstream.checkpoint.pickle_reader import TorchFileValues, read_values
 from slipstream.checkpoint.pickle_records import NotPlainError
@@ -365,7 +365,13 @@ class _FolderReader:
     def _optimizer(self, name: str) -> dict[str, Any]:
         if name.endswith(".bin"):
             return self._state(name, explain_bad_optimizer)
-        return self._dcp_optimizer(self._open_dcp(name), OPTIMIZER_NAME)
+        if is_dcp_folder(self._folder.path / name):
+            return self._dcp_optimizer(self._open_dcp(name), OPTIMIZER_NAME)
+        state, tensors = read_shard_state(self._folder.path / name, OPTIMIZER_NAME)
+        self._placeholders.add(tensors)
+        if problem := explain_bad_optimizer(state):
+            raise CheckpointError(f"{self._where(name)} cannot be used: it {problem}")
+        return dict(state)
 
     def _open_dcp(self, name: str) -> DcpFolder:
         return open_dcp(self._folder.path / name)

@@ -27,13 +27,16 @@ from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, Te
 
 __all__ = [
     "DCP_METADATA", "DCP_SHARD_FILE", "DTYPE_CODES", "DTYPE_SIZES", "DcpChunk", "DcpMetadata", "DcpTensor", "FileSpan",
-    "SAVE_KEY", "is_dcp_folder", "find_shard", "parse_dcp_metadata", "read_dcp_metadata", "read_shard_header", "read_shards_metadata",
+    "SAVE_KEY", "STATE_SHARD_FILE", "is_dcp_folder",
+    "find_shard", "parse_dcp_metadata", "read_dcp_metadata", "read_shard_header", "read_shards_metadata",
 ]
 
 
 DCP_METADATA: Final = ".metadata"
 DCP_SHARD_FILE: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
 """Names of files with the shards that one rank has, as `HuggingFaceStorageWriter(save_distributed=True)` gives them."""
+STATE_SHARD_FILE: Final = re.compile(r"shard-\d{5}-(model|optimizer)-\d{5}-of-\d{5}\.safetensors", re.ASCII)
+"""Names of such files, with those of states of optimizers that Slipstream writes."""
 SAVE_KEY: Final = "slipstream_save"
 """The key in the metadata of files of shards that Slipstream wrote: the same in all files of one save."""
 DTYPE_CODES: Final[Mapping[str, str]] = MappingProxyType(

@@ -19,7 +19,9 @@ from typing import Any, Final
 import torch
 
 from slipstream.checkpoint.dcp_metadata import (
+    DCP_METADATA,
     DTYPE_CODES,
+    STATE_SHARD_FILE,
     DcpChunk,
     DcpMetadata,
     DcpTensor,
@@ -27,6 +29,7 @@ from slipstream.checkpoint.dcp_metadata import (
     find_shard,
     read_dcp_metadata,
     read_shard_header,
+    read_shards_metadata,
 )
 from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.pickle_reader import read_values
@@ -41,7 +44,7 @@ from slipstream.files.paths import ConfinedFolder, open_inside
 from slipstream.files.reader import read_span
 from slipstream.logging import get_logger
 
-__all__ = ["DcpFolder", "DcpTensors", "DcpWeights", "nest", "open_dcp", "open_shard_files"]
+__all__ = ["DcpFolder", "DcpTensors", "DcpWeights", "nest", "open_dcp", "read_shard_state"]
 
 
 _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
@@ -49,6 +52,7 @@ _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 )
 _MODEL_KEYS: Final = ("model", "state_dict", "module")
 """Keys under which scripts save the weights of a model beside other states."""
+_LARGEST_FILE: Final = 1 << 50
 _EXTRA: Final = ("model_extra.json", "model_extra.safetensors")
 
 
@@ -242,9 +246,17 @@ def open_dcp(folder: str | os.PathLike[str]) -> DcpFolder:
     return DcpFolder(metadata, DcpTensors(files, metadata.tensors), files)
 
 
-def open_shard_files(metadata: DcpMetadata) -> DcpTensors:
-    """Return the tensors in files of shards whose headers were read."""
-    return DcpTensors(_Files(metadata.folder), metadata.tensors)
+def read_shard_state(folder: Path, base: str) -> tuple[Any, DcpTensors]:
+    """Return a state that `save_fsdp_optimizer` wrote, and the tensors in shards that its placeholders stand for."""
+    with ConfinedFolder(folder) as opened:
+        names = opened.names()
+        tree = next((name for name in (f"{base}.safetensors", f"{base}.json") if name in names), None)
+        if tree is None:
+            raise CheckpointError(f"{folder} holds no state of an {base}: it has neither {DCP_METADATA} nor {base}.safetensors.")
+        data = bytearray(opened.read(tree, _LARGEST_FILE))
+    shards = [name for name in names if STATE_SHARD_FILE.fullmatch(name)]
+    tensors = DcpTensors(_Files(folder), read_shards_metadata(folder, shards).tensors)
+    return read_part(tree, data, str(folder / tree), tensors.placeholders), tensors
 
 
 def nest(paths: Mapping[str, tuple[str | int, ...]], values: Mapping[str, Any], where: str) -> dict[str, Any]:

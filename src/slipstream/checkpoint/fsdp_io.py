@@ -23,8 +23,8 @@ import torch
 
 from slipstream.checkpoint.accelerate_import import explain_bad_optimizer
 from slipstream.checkpoint.capture import numbered_name
-from slipstream.checkpoint.dcp_metadata import DCP_METADATA, SAVE_KEY, is_dcp_folder, read_shards_metadata
-from slipstream.checkpoint.dcp_reader import open_dcp, open_shard_files
+from slipstream.checkpoint.dcp_metadata import DCP_METADATA, SAVE_KEY, STATE_SHARD_FILE, is_dcp_folder
+from slipstream.checkpoint.dcp_reader import open_dcp, read_shard_state
 from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.locate import SavedModel
 from slipstream.checkpoint.manifest import FSDP_MODEL_NAME, OPTIMIZER_NAME
@@ -47,8 +47,7 @@ from slipstream.files.paths import ConfinedFolder
 __all__ = ["load_fsdp_model", "load_fsdp_optimizer", "merge_fsdp_weights", "save_fsdp_model", "save_fsdp_optimizer"]
 
 
-_SHARD: Final = re.compile(r"shard-\d{5}-(model|optimizer)-\d{5}-of-\d{5}\.safetensors", re.ASCII)
-_OURS: Final = re.compile(rf"{_SHARD.pattern}|(model_extra|optimizer)\.(json|safetensors)", re.ASCII)
+_OURS: Final = re.compile(rf"{STATE_SHARD_FILE.pattern}|(model_extra|optimizer)\.(json|safetensors)", re.ASCII)
 """Names of files that a save here replaces."""
 _LARGEST_FILE: Final = 1 << 50
 
@@ -295,14 +294,9 @@ def _read_optimizer(path: Path, placeholders: TensorPlaceholders) -> Any:
         opened_folder = open_dcp(path)
         placeholders.add(opened_folder.tensors)
         return {"state": {}, **opened_folder.state(OPTIMIZER_NAME)}
-    with ConfinedFolder(path) as opened:
-        names = opened.names()
-        tree = next((name for name in (f"{OPTIMIZER_NAME}.safetensors", f"{OPTIMIZER_NAME}.json") if name in names), None)
-        if tree is None:
-            raise CheckpointError(f"{path} holds no state of an optimizer: it has no {OPTIMIZER_NAME}.safetensors and no {DCP_METADATA}")
-        data = bytearray(opened.read(tree, _LARGEST_FILE))
-    shards = open_shard_files(read_shards_metadata(path, [name for name in names if _SHARD.fullmatch(name)]))
-    return read_part(tree, data, str(path / tree), placeholders.add(shards))
+    state, tensors = read_shard_state(path, OPTIMIZER_NAME)
+    placeholders.add(tensors)
+    return state
 
 
 # -- both -------------------------------------------------------------------------------------------------------------

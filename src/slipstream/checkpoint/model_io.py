@@ -23,7 +23,7 @@ from slipstream.checkpoint.manifest import MANIFEST, MODEL_NAME, SAFE_MODEL_NAME
 from slipstream.checkpoint.serialize import write_part
 from slipstream.checkpoint.sharded import is_sharded, local_box, shard_like
 from slipstream.checkpoint.tensor_bytes import DTYPES, EncodedFile, TensorReader, dtype_name, read_own_bytes, tensor_bytes
-from slipstream.checkpoint.weight_source import WeightSource, find_weights
+from slipstream.checkpoint.weight_source import SHARDS_FILE, WeightSource, find_weights
 from slipstream.checkpoint.weights import (
     METADATA,
     LoadReport,
@@ -300,14 +300,23 @@ def _load(
     targets = {name: value for name, value in model.state_dict().items() if is_sharded(value)}
     if dtype is not None and targets:
         raise ConfigError(f"dtype={dtype} for a sharded model, whose weights keep their type. Load it before prepare, or leave dtype out.")
-    if dtype is not None:
-        cast_weights(model, {report.renamed.get(name, name) for name in (*forms, *aliases)}, dtype, keep)
     together = len(source.files) == 1 or may_rename_keys(model) or _aliases_in_other_files(tied_names(model), homes, report)
     if not together and METADATA not in extra:  # else a layer with part of its weights would assume an old version
         extra[METADATA] = getattr(model.state_dict(), METADATA, None)
-    for names in [source.files] if together else [(name,) for name in source.files]:
+
+    def read(names: Sequence[str]) -> dict[str, Any]:
         files = [source.open(name, verify=False).tensors for name in names]
-        tensors = {key: _take_share(file, key, targets.get(report.renamed.get(key, key))) for file in files for key in file}
+        return {key: _take_share(file, key, targets.get(report.renamed.get(key, key))) for file in files for key in file}
+
+    # Shards are verified as they are read, other files were before: so shards come first, and if one is damaged nothing has changed.
+    in_order = sorted(source.files, key=lambda name: name != SHARDS_FILE)
+    groups = [in_order] if together else [[name] for name in in_order]
+    tensors = read(groups[0])
+    if dtype is not None:
+        cast_weights(model, {report.renamed.get(name, name) for name in (*forms, *aliases)}, dtype, keep)
+    for names in groups:
+        if names is not groups[0]:
+            tensors = read(names)
         load_into(model, tensors, aliases, extra, strict=False)
         extra = {name: value for name, value in extra.items() if name == METADATA}
     return report
