@@ -30,7 +30,7 @@ ROOMS: Mapping[str, tuple[int, str]] = {
     "data/": (6, "the order of samples, batches for each rank, loaders, resume position, metrics"),
     "training/": (6, "gradient accumulation, backward, clipping, optimizers and schedulers"),
     "parallel/": (6, "device mesh, blocks and bytes of sharded models, compilation, unwrapping, local SGD"),
-    "strategies/": (7, "who runs the step: one process, DDP"),
+    "strategies/": (7, "who runs the step: one process, DDP, FSDP"),
     "checkpoint/": (7, "capture, commit, locate, restore; sharded saves; import of Accelerate's checkpoints"),
     "big_models/": (8, "device maps, weight store, forward hooks, dispatch, quantization, estimates"),
     "inference/": (9, "pipeline inference"),

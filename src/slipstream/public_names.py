@@ -58,7 +58,9 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "utils.deepspeed": "",
         "utils.environment": """clear_environment get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment
             str_to_bool""",
-        "utils.fsdp_utils": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading load_fsdp_model load_fsdp_optimizer
+        "utils.fsdp_utils": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
+            fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model
+            fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model load_fsdp_optimizer
             merge_fsdp_weights save_fsdp_model save_fsdp_optimizer""",
         "utils.imports": """deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
             is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available is_clearml_available
@@ -89,8 +91,8 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
             gather gather_object gather_tensor_shape get_data_structure get_shape honor_type ignorant_find_batch_size initialize_tensors
             is_namedtuple is_tensor_information is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply reduce
             send_to_device slice_tensors""",
-        "utils.other": """check_os_kernel clean_state_dict_for_safetensors clear_environment compile_regions convert_bytes
-            extract_model_from_parallel get_free_port get_module_children_bottom_up get_pretty_name has_compiled_regions
+        "utils.other": """check_os_kernel clean_state_dict_for_safetensors clear_environment compile_regions compile_regions_fsdp2
+            convert_bytes extract_model_from_parallel get_free_port get_module_children_bottom_up get_pretty_name has_compiled_regions
             has_repeated_blocks is_compiled_module is_port_in_use is_repeated_blocks load merge_dicts patch_environment recursive_getattr
             save wait_for_everyone write_basic_config""",
         "utils.random": "set_seed synchronize_rng_state synchronize_rng_states",
@@ -147,14 +149,6 @@ class Absence(NamedTuple):
 _REPLICAS: Final = "Without it, several processes train replicas of the model (DDP)."
 
 ABSENT: Final = (
-    Absence(
-        "the single steps of sharded training (FSDP)",
-        """compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
-        fsdp2_load_full_state_dict
-        fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
-        get_parameters_from_modules""",
-        "Pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)) and use accelerator.prepare, save_state and load_state.",
-    ),
     Absence(
         "training with DeepSpeed",
         """DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper DummyOptim DummyScheduler

@@ -67,8 +67,8 @@ _NAMES = {
     "observability.profiler": "merge_traces top_operators",
     "observability.timing.report": "LedgerReport",
     "observability.trackers.registry": "LoggerType",
-    "parallel.compile": """DynamoBackend TorchDynamoPlugin compile_regions has_compiled_regions has_repeated_blocks is_compiled_module
-        is_repeated_blocks""",
+    "parallel.compile": """DynamoBackend TorchDynamoPlugin compile_regions compile_regions_fsdp2 has_compiled_regions has_repeated_blocks
+        is_compiled_module is_repeated_blocks""",
     "parallel.parallelism_config": "ParallelismConfig get_model_tp_size model_has_dtensor",
     "parallel.unwrap": "extract_model_from_parallel is_peft_model",
     "precision.autocast": "get_mixed_precision_context_manager",
@@ -77,6 +77,9 @@ _NAMES = {
         TERecipeKwargs""",
     "precision.scaler": "get_grad_scaler",
     "strategies.ddp_options": "DDPCommunicationHookType DistributedDataParallelKwargs",
+    "strategies.fsdp_functions": """ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
+        fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
+        get_parameters_from_modules""",
     "strategies.fsdp_options": "FullyShardedDataParallelPlugin",
     "training.batch_size": "find_executable_batch_size",
 }

@@ -232,6 +232,7 @@ from slipstream.parallel.compile import (
     DynamoBackend as DynamoBackend,
     TorchDynamoPlugin as TorchDynamoPlugin,
     compile_regions as compile_regions,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
     has_compiled_regions as has_compiled_regions,
     has_repeated_blocks as has_repeated_blocks,
     is_compiled_module as is_compiled_module,
@@ -263,6 +264,17 @@ from slipstream.precision.scaler import get_grad_scaler as get_grad_scaler
 from slipstream.strategies.ddp_options import (
     DDPCommunicationHookType as DDPCommunicationHookType,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+)
+from slipstream.strategies.fsdp_functions import (
+    ensure_weights_retied as ensure_weights_retied,
+    fsdp2_apply_ac as fsdp2_apply_ac,
+    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
+    fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
+    fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
+    fsdp2_prepare_model as fsdp2_prepare_model,
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+    get_fsdp2_grad_scaler as get_fsdp2_grad_scaler,
+    get_parameters_from_modules as get_parameters_from_modules,
 )
 from slipstream.strategies.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from slipstream.training.batch_size import find_executable_batch_size as find_executable_batch_size

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream import Accelerator
 from slipstream.config.schema import Compute
 from slipstream.errors import ConfigError
 from slipstream.parallel.compile import (
@@ -330,6 +331,15 @@ def test_hooks_in_both_places(backend: Counting) -> None:
         entry.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="before torch.compile"):
         compile_in_place(compiled)
+
+
+def test_prepared_model_not_compiled() -> None:
+    """A prepared model counts as compiled only if it is: its timer stands where torch keeps a compiled call."""
+    accelerator = Accelerator(cpu=True)
+    assert not is_compiled_module(accelerator.prepare(nn.Linear(2, 2)))
+    model = nn.Linear(2, 2)
+    model.compile(backend="eager")
+    assert is_compiled_module(accelerator.prepare(model))
 
 
 def test_plain_model_unchanged() -> None:

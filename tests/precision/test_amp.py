@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream import ConfigError
-from slipstream.utils import get_grad_scaler, get_mixed_precision_context_manager, is_peft_model
+from slipstream.utils import DistributedType, get_grad_scaler, get_mixed_precision_context_manager, is_peft_model
 
 
 def test_autocast_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,11 +24,12 @@ def test_autocast_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (weight @ weight).dtype is torch.float32
 
 
-def test_sharded_scaler_refused() -> None:
-    """Scalers for sharded models are refused."""
-    assert get_grad_scaler(init_scale=4.0).get_scale() == 4.0
-    with pytest.raises(ConfigError, match="FSDP"):
-        get_grad_scaler("FSDP")
+def test_grad_scaler() -> None:
+    """One scaler serves one process, replicas and shards; other engines have their own."""
+    for kind in (None, "NO", "MULTI_CPU", DistributedType.FSDP):
+        assert get_grad_scaler(kind, init_scale=4.0).get_scale() == 4.0
+    with pytest.raises(ConfigError, match="MEGATRON_LM"):
+        get_grad_scaler("MEGATRON_LM")
 
 
 def test_peft_models(monkeypatch: pytest.MonkeyPatch) -> None:

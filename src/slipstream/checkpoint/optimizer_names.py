@@ -8,16 +8,14 @@ them. `number_parameters` turns such a state into one that the optimizer of this
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from slipstream.errors import CheckpointError
+from slipstream.parallel.unwrap import plain_name
 
 __all__ = ["goes_by_names", "name_parameters", "number_parameters", "parameter_names"]
-
-_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Parts of names that wrappers of torch add."""
 
 
 def parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, list[str]]:
@@ -25,9 +23,7 @@ def parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for model in models:
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            names.setdefault(id(parameter), []).append(name)
+            names.setdefault(id(parameter), []).append(plain_name(name))
     return names
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "TorchDynamoPlugin",
     "compile_model",
     "compile_regions",
+    "compile_regions_fsdp2",
     "complete_plugin",
     "has_compiled_regions",
     "has_repeated_blocks",
@@ -176,6 +177,16 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     return module
 
 
+def compile_regions_fsdp2(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Do what `compile_regions` does, which fits sharded models too: it compiles in place, so parameters and optimizers stay.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    >>> compile_regions_fsdp2(model, backend="eager") is model, is_compiled_module(model[0])
+    (True, True)
+    """
+    return compile_regions(module, **compile_kwargs)
+
+
 def is_compiled_module(module: Any) -> bool:
     """Return whether a module is compiled, by `torch.compile(module)` or in place."""
     return is_compile_wrapper(module) or (isinstance(module, torch.nn.Module) and _compiled_call(module) is not None)
@@ -234,7 +245,7 @@ _CONTAINERS = (*_BLOCK_LISTS, torch.nn.ModuleDict)
 
 def _compiled_call(module: torch.nn.Module) -> Any:
     found = module._compiled_call_impl
-    return getattr(found, "beneath", found)  # `TimedForward` stands before it
+    return getattr(found, "compiled_call", found)  # `TimedForward` stands before it
 
 
 def _outermost_blocks(module: torch.nn.Module, seen: set[int]) -> list[torch.nn.Module]:

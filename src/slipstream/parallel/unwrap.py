@@ -15,7 +15,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from slipstream.parallel.compile import is_compile_wrapper, replace_submodules
 from slipstream.precision.autocast import remove_autocast
 
-__all__ = ["extract_model_from_parallel", "is_peft_model"]
+__all__ = ["extract_model_from_parallel", "is_peft_model", "plain_name"]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers of torch inside of a model add.
+
+    >>> plain_name("layer._orig_mod.weight")
+    'layer.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def is_peft_model(model: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from slipstream.errors import ConfigError
 
-__all__ = ["BlockPlan", "group_parameters", "plan_blocks"]
+__all__ = ["BlockPlan", "find_modules", "group_parameters", "plan_blocks"]
 
 _POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _OPAQUE = (nn.MultiheadAttention, ParametrizationList)
@@ -109,13 +109,47 @@ def group_parameters(model: nn.Module, plan: BlockPlan) -> dict[str | None, dict
     return groups
 
 
+def find_modules(model: nn.Module, wanted: Iterable[nn.Module] | str | None, argument: str = "ignored_modules") -> tuple[nn.Module, ...]:
+    """Return the modules of a model that are given, or whose whole names a regular expression matches, without what is inside of them.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    >>> find_modules(model, "0|1") == (model[0], model[1])
+    True
+    """
+    if wanted is None:
+        return ()
+    names = {module: name for name, module in model.named_modules()}
+    if isinstance(wanted, str):
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise ConfigError(f"{argument}={wanted!r} is not a regular expression: {error}.") from None
+        found = [module for module, name in names.items() if name and pattern.fullmatch(name)]
+        if not found:
+            examples = ", ".join([name for name in names.values() if name][:8])
+            raise ConfigError(
+                f"{argument}={wanted!r} matches no module: the regular expression has to match a whole name. "
+                f"Modules of {type(model).__name__} are {examples}, ..."
+            )
+    else:
+        found = list(wanted)
+        for module in found:
+            if module not in names:
+                raise ConfigError(
+                    f"{argument} has a {type(module).__name__} that is not a module of {type(model).__name__}. "
+                    "Pass modules of the model that is prepared, or a regular expression over their names."
+                )
+    inner = {below for module in found for below in module.modules() if below is not module}
+    return tuple(dict.fromkeys(module for module in found if module not in inner))
+
+
 class _Tree:
     """The modules of a model, which of them may be blocks, and which are ignored."""
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> None:
         self.model = model
         self.names = {module: name for name, module in model.named_modules()}
-        self.ignored = self._find_ignored(ignored)
+        self.ignored = find_modules(model, ignored)
         self._left_whole = {inner for module in self.ignored for inner in module.modules()}
         self.ignored_parameters = {parameter for module in self.ignored for parameter in module.parameters()}
         hidden = {inner for module in self.names if isinstance(module, _OPAQUE) for inner in module.modules()}
@@ -125,32 +159,6 @@ class _Tree:
                 f"{type(model).__name__} has no parameters that could be sharded"
                 + (": ignored_modules covers all of them." if self.ignored else ".")
             )
-
-    def _find_ignored(self, ignored: Iterable[nn.Module] | str | None) -> tuple[nn.Module, ...]:
-        if ignored is None:
-            return ()
-        if isinstance(ignored, str):
-            try:
-                pattern = re.compile(ignored)
-            except re.error as error:
-                raise ConfigError(f"ignored_modules={ignored!r} is not a regular expression: {error}.") from None
-            found = [module for module, name in self.names.items() if name and pattern.fullmatch(name)]
-            if not found:
-                examples = ", ".join([name for name in self.names.values() if name][:8])
-                raise ConfigError(
-                    f"ignored_modules={ignored!r} matches no module: the regular expression has to match a whole name. "
-                    f"Modules of {type(self.model).__name__} are {examples}, ..."
-                )
-        else:
-            found = list(ignored)
-            for module in found:
-                if module not in self.names:
-                    raise ConfigError(
-                        f"ignored_modules has a {type(module).__name__} that is not a module of {type(self.model).__name__}. "
-                        "Pass modules of the model that is prepared, or a regular expression over their names."
-                    )
-        inner = {below for module in found for below in module.modules() if below is not module}
-        return tuple(dict.fromkeys(module for module in found if module not in inner))
 
     def describe(self, module: nn.Module) -> str:
         """Return "name (Class)" of a module."""

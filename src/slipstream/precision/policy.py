@@ -112,7 +112,7 @@ class AORecipeKwargs(KwargsHandler):
     """Pad products whose inner size (the rows of a batch, in a gradient) is no multiple of 16, at the cost of memory. Part of `config`, if
     one is given."""
     enable_fsdp_float8_all_gather: bool | None = None
-    """For sharded strategies, of which there is none here yet: True is refused."""
+    """Gather shards in float8: not supported, True is refused. Their format is that of the plugin's `mixed_precision_policy`."""
 
     def __post_init__(self) -> None:
         if self.module_filter_func is not None and not callable(self.module_filter_func):
@@ -129,8 +129,8 @@ class AORecipeKwargs(KwargsHandler):
             )
         if self.enable_fsdp_float8_all_gather or getattr(self.config, "enable_fsdp_float8_all_gather", False):
             raise ConfigError(
-                "AORecipeKwargs(enable_fsdp_float8_all_gather=True) gathers sharded weights in float8, but no strategy shards weights "
-                "here yet, so it would have no effect: leave it out"
+                "AORecipeKwargs(enable_fsdp_float8_all_gather=True) gathers sharded weights in float8, which is not supported: they are "
+                "gathered in the format of FullyShardedDataParallelPlugin(mixed_precision_policy=...). Leave it out."
             )
 
 

@@ -288,13 +288,15 @@ def _has_overflow(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a loss scaler of torch for the device of this run; `kwargs` are its own. There is none for sharded models yet.
+    """Return a loss scaler of torch for the device of this run; `kwargs` are its own.
+
+    It serves one process, replicas and sharded models ("FSDP"): torch finds an overflow in the shard of any rank on all of them.
 
     >>> get_grad_scaler(init_scale=8.0).get_scale()
     8.0
     """
     kind = str(getattr(distributed_type, "value", distributed_type))
-    if kind != "None" and kind != "NO" and not kind.startswith("MULTI_"):
-        raise ConfigError(f"get_grad_scaler({kind}): scalers for that are not in this version. Leave it out where nothing is sharded.")
+    if kind not in ("None", "NO", "FSDP") and not kind.startswith("MULTI_"):
+        raise ConfigError(f"get_grad_scaler({kind}): there is no scaler for that here. Write 'FSDP' for sharded models, or leave it out.")
     device = AcceleratorState().device.type
     return torch.amp.GradScaler(device or CPU.type, **kwargs)

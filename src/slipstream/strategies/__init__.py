@@ -1,4 +1,4 @@
 """Strategies: who runs the step.
 
-One process, or replicas that average their gradients.
+One process, replicas that average their gradients, or shards of one model.
 """

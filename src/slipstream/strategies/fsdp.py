@@ -172,7 +172,7 @@ class FSDPStrategy(Strategy):
                 for slot in slots:
                     local_part(slot.current.detach()).copy_(local_part(transfer(slot.parameter, slot.current)))
             elif has_values:
-                fill_from_rank_zero(model, slots, mesh, self._device)
+                fill_from_rank_zero(model, slots, self._device)
             else:
                 initialize_parts(model, options.param_init_fn)
         record_forms(self._runtime, slots)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
@@ -30,7 +30,10 @@ from slipstream.devices.table import CPU
 from slipstream.parallel.mesh import MeshSizes
 from slipstream.parallel.wrap_policy import BlockPlan
 
-__all__ = ["ParameterSlot", "ShardedModel", "fill_from_rank_zero", "find_slots", "initialize_parts", "is_sharded_model", "shard_model"]
+__all__ = [
+    "ParameterSlot", "ShardedModel", "allocate", "fill_from_rank_zero", "find_slots", "initialize_parts", "is_sharded_model",
+    "send_from_rank_zero", "shard_model",
+]
 
 
 # torch internals: the state of a sharded module, its groups of parameters, and each parameter's unsharded form and gradients have no
@@ -394,35 +397,54 @@ def shard_model(
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     # torch keeps the root's parameters whole between forward and backward, which needs them again at once
     fully_shard(model, reshard_after_forward=None if reshard_after_forward is True else reshard_after_forward, **options)
+    allocate(model, slots, device, torch.device(CPU.type) if cpu_offload else device)
+    return slots
+
+
+def allocate(model: torch.nn.Module, slots: Sequence[ParameterSlot], device: torch.device, shard_device: torch.device) -> None:
+    """Give memory to the shards of a model that are on the meta device; what is whole gets memory on `device`. Values are not set."""
     for slot in slots:
         present = slot.current
         if isinstance(present, DTensor):
-            at = torch.device(CPU.type) if cpu_offload else device
-            slot.put(torch.nn.Parameter(torch.empty_like(present, device=at), present.requires_grad))
+            if present.is_meta:
+                slot.put(torch.nn.Parameter(torch.empty_like(present, device=shard_device), present.requires_grad))
         elif present.device != device:
             slot.put(torch.nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device=device), present.requires_grad))
     _move_buffers(model, device)
     for group in _groups(model):
         for sharded in group.fsdp_params:
             sharded.reset_sharded_param()  # which now finds memory of this rank in the place of the placeholder
-    return slots
 
 
 @torch.no_grad()
-def fill_from_rank_zero(model: torch.nn.Module, slots: Sequence[ParameterSlot], mesh: DeviceMesh, device: torch.device) -> None:
+def fill_from_rank_zero(model: torch.nn.Module, slots: Sequence[ParameterSlot], device: torch.device) -> None:
     """Give every rank its rows of the parameters that rank 0 was given, and rank 0's buffers. One tensor is on its way at a time."""
     rank = dist.get_rank()
     for slot in slots:
-        target = slot.current
-        if isinstance(target, DTensor):
-            _scatter_rows(slot.parameter.detach() if rank == 0 else None, target, mesh, device)
-        else:
-            if rank == 0 and target is not slot.parameter:
-                target.copy_(slot.parameter)
-            dist.broadcast(target.detach(), 0)
+        send_from_rank_zero(slot.current.detach(), slot.parameter.detach() if rank == 0 else None, device)
     for buffer in model.buffers():
         if not isinstance(buffer, DTensor):
-            dist.broadcast(buffer.detach(), 0)
+            send_from_rank_zero(buffer.detach(), None, device)
+
+
+def send_from_rank_zero(target: torch.Tensor, full: torch.Tensor | None, device: torch.device) -> None:
+    """Give a tensor of every rank the values of `full` on rank 0, each rank its rows of a sharded one; None: those that rank 0 has."""
+    if isinstance(target, DTensor) and _has_rows(target):
+        _scatter_rows(None if full is None else full.to(target.dtype), target, target.device_mesh, device)
+        return
+    whole = torch.empty(target.shape, dtype=target.dtype, device=device) if isinstance(target, DTensor) else target
+    if full is not None:
+        whole.copy_(full)
+    if dist.is_initialized():
+        dist.broadcast(whole, 0)
+    if isinstance(target, DTensor):
+        target.to_local().copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local())
+
+
+def _has_rows(target: DTensor) -> bool:
+    """Whether a tensor is split by rows over the last axis of a mesh of all ranks, as `shard_model` does; a script may do otherwise."""
+    *others, last = target.placements
+    return last == Shard(0) and all(other.is_replicate() for other in others) and target.device_mesh.size() == dist.get_world_size()
 
 
 def initialize_parts(model: torch.nn.Module, initialize: Callable[[torch.nn.Module], None] | None) -> None:
