@@ -155,23 +155,25 @@ def test_load_full(ranks: Ranks) -> None:
     """Rank 0's state dict reaches every shard, whole parameter and buffer; other ranks need none. Names of wrappers do not matter."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules="norm"))
+        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules="norm", reshard_after_forward=False))
         model = accelerator.prepare(net())
+        words = torch.arange(5).view(1, 5)
+        model(words)  # parameters stay gathered after it
         state = net(seed=5).state_dict() if accelerator.is_main_process else {}
         if state:
             state["temperature"] = torch.tensor(0.25)
             state = {f"_orig_mod.{name}": value.double() for name, value in state.items()}
             del state["_orig_mod.embed.weight"]  # tied: its other name is there
-        before = list(model.parameters())
+        before = list(accelerator.unwrap_model(model).state_dict(keep_vars=True).values())
         fsdp2_load_full_state_dict(accelerator, model, state, cpu_offload=True)
-        assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
-        return accelerator.get_state_dict(model), float(model.temperature)
+        assert all(old is new for old, new in zip(before, model.state_dict(keep_vars=True).values(), strict=True))
+        return accelerator.get_state_dict(model), model(words).detach()
 
-    expected = net(seed=5).state_dict()
-    expected["temperature"] = torch.tensor(0.25)
-    for found, temperature in ranks(2).run(run):
-        same(found, expected, atol=0)
-        assert temperature == 0.25
+    plain = net(seed=5)
+    plain.temperature.fill_(0.25)
+    for found, outputs in ranks(2).run(run):
+        same(found, plain.state_dict(), atol=0)
+        assert torch.allclose(outputs, plain(torch.arange(5).view(1, 5)), atol=1e-5)
 
 
 @pytest.mark.parametrize("placement", [0, 1])

@@ -527,7 +527,8 @@ def _refuse_options(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_fro
     if not full_state_dict or broadcast_from_rank0:
         raise ConfigError(
             "full_state_dict=False and broadcast_from_rank0=True are for models that are sharded over processes, which are loaded "
-            "with load_state, load_fsdp_model or fsdp2_load_full_state_dict. Leave them out: every process maps the file itself, and those of one machine share its pages."
+            "with load_state, load_fsdp_model or fsdp2_load_full_state_dict. Leave them out: every process maps the file itself, and "
+            "those of one machine share its pages."
         )
 
 

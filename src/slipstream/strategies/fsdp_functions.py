@@ -207,7 +207,8 @@ def fsdp2_load_full_state_dict(accelerator: Any, model: torch.nn.Module, full_sd
     """
     operation, state, device = "fsdp2_load_full_state_dict", accelerator._components.state, accelerator.device
     original = accelerator.unwrap_model(model, keep_torch_compile=False)
-    slots, targets = find_slots(original), _find_targets(original)
+    targets = _find_targets(original)
+    slots = find_slots(original)
     layout = {names[0]: f"{list(tensor.shape)} {tensor.dtype} {isinstance(tensor, DTensor)}" for names, tensor in targets}
     check_agreement(state.channel(), state.limits, "the parameters of the model", layout)
     source: dict[str, torch.Tensor] = {}
@@ -235,7 +236,7 @@ def _remote_error(rank: int, text: str) -> ConfigError:
 
 def _find_targets(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     """Return the parameters and saved buffers of a model, each with its plain names."""
-    persistent = {plain_name(name) for name in model.state_dict(keep_vars=True)}
+    persistent = {plain_name(name) for name in model.state_dict(keep_vars=True)}  # which frees what a forward pass has gathered
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if plain_name(name) in persistent:
