@@ -248,7 +248,7 @@ def test_refused(arguments: dict[str, Any], why: str) -> None:
 
 def test_no_plugin() -> None:
     """Something else in the place of a plugin is refused."""
-    with pytest.raises(ConfigError, match="is no plugin"):
+    with pytest.raises(ConfigError, match="is not a plugin"):
         resolve_sharding(object(), Sharding(), "no")  # type: ignore[arg-type]
 
 

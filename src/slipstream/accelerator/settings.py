@@ -223,8 +223,12 @@ class SettingsMixin(AcceleratorBase):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """torch's mesh, where models are sharded; else None. Every process has to ask for it the first time."""
-        return self._components.strategy.mesh
+        """torch's mesh, where models are sharded or sizes were given; else None. Every process has to ask for it the first time."""
+        state, mesh = self._components.state, self._components.strategy.mesh
+        if mesh is None and state.parallelism_config is not None and state.use_distributed:
+            state.channel()  # opens the process group
+            return state.parallelism_config.get_device_mesh(state.device.type)
+        return mesh
 
     @property
     def data_parallel_rank(self) -> int:

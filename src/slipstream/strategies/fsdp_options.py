@@ -407,7 +407,7 @@ def resolve_sharding(plugin: FullyShardedDataParallelPlugin | None, config: Shar
         _tell_unused(config)
         return None
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise ConfigError(f"fsdp_plugin={plugin!r} is no plugin.\nWrite fsdp_plugin=FullyShardedDataParallelPlugin(...).")
+        raise ConfigError(f"fsdp_plugin={plugin!r} is not a plugin.\nWrite fsdp_plugin=FullyShardedDataParallelPlugin(...).")
     plugin = plugin or FullyShardedDataParallelPlugin()
     plugin.complete(config)
     policy = plugin.mixed_precision_policy
