@@ -112,6 +112,15 @@ def test_uneven_data_counts(outputs: Outputs):
     assert "even_batches=True: 16 samples were handed out for 13" in text
 
 
+def test_fsdp(outputs: Outputs):
+    """Shards train as one process does, and a process of two holds half of the state."""
+    alone, shared = outputs("fsdp", 1)[0], outputs("fsdp", 2)[0]
+    assert "holds 1.00 of the training state" in alone
+    assert "holds 0.50 of the training state" in shared
+    assert alone.splitlines()[1:2] == shared.splitlines()[1:2]
+    assert outputs("fsdp_frozen", 1)[0].splitlines()[:1] == outputs("fsdp_frozen", 2)[0].splitlines()[:1]
+
+
 def test_automatic_batch_size(outputs: Outputs):
     """The batch that fits is the same on all processes."""
     assert "batches of 16 fit" in outputs("automatic_batch_size", 1)[0]

@@ -272,7 +272,7 @@ def test_failure_on_one_rank(ranks: Ranks) -> None:
             model(words)
 
     for outcome in ranks(2).outcomes(run):
-        assert "MismatchError" in outcome.summary
+        assert re.search("MismatchError|PeerLostError|WaitTimeoutError", outcome.summary)
         assert re.search(r"rank 1 .* in forward number \d+ at sharded_training.py", outcome.traceback or "")
 
 
@@ -298,8 +298,7 @@ def test_rank_that_stays_away(ranks: Ranks, skips: str) -> None:
     for outcome in outcomes:
         assert outcome.failed
         text = outcome.traceback or ""
-        assert "MismatchError" in text, text
-        assert f"in {place} number" in text
-        assert "test_fsdp_training.py:" in text
-        assert "wait_for_everyone" in text
+        assert re.search("MismatchError|PeerLostError|WaitTimeoutError", text), text  # by who saw it first
+        assert f"{place} number" in text, text
+        assert "wait_for_everyone" in text, text
 
