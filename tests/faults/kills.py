@@ -1,6 +1,6 @@
 """kill -9 at random moments of saving: afterwards `load_state()` succeeds with a step that was committed, and nothing committed is gone.
 
-    python tests/faults/kills.py [--kills 1000] [--seed 0] [--folder DIR]
+    python tests/faults/kills.py [--kills 1000] [--seed 0] [--sharded] [--folder DIR]
 
 Runs train and save without a pause, on 1, 2 and 4 processes, into numbered folders (of which 1 or 3 stay) or over one folder, at once or
 behind the training, with and without reused files; all processes are killed at once, or one of them first and the others a moment later.
@@ -35,11 +35,14 @@ from typing import Any
 
 import torch
 
-from slipstream import Accelerator
+from slipstream import Accelerator, FullyShardedDataParallelPlugin
 from slipstream.checkpoint.commit import read_manifest_or_none
 from slipstream.checkpoint.locate import open_checkpoint
 from slipstream.checkpoint.manifest import Manifest
 from slipstream.checkpoint.rotate import numbered_checkpoints
+from slipstream.checkpoint.shard_layout import whole_box
+from slipstream.checkpoint.sharded import local_box
+from slipstream.distributed.pytree import local_part
 from slipstream.errors import CheckpointError
 from slipstream.testing import RankPool
 from slipstream.utils import ProjectConfiguration, set_seed
@@ -62,10 +65,13 @@ class Case:
     victim: str
     in_step: bool
     """Whether the ranks wait for each other at every step; else each runs as fast as it can."""
+    sharded: bool = False
+    """Whether the state is sharded over the ranks, so that every save needs all of them."""
 
     def __str__(self) -> str:
         words = [f"{self.ranks} rank{'s' * (self.ranks > 1)}", self.place, "async" if self.behind else "sync", "dedup" * self.dedup]
-        return ", ".join(word for word in [*words, f"kill {self.victim}", "" if self.in_step else "not in step"] if word)
+        kinds = ["" if self.in_step else "not in step", "sharded" * self.sharded]
+        return ", ".join(word for word in [*words, f"kill {self.victim}", *kinds] if word)
 
     @property
     def limit(self) -> int:
@@ -73,8 +79,11 @@ class Case:
         return 3 if self.place == "limit 3" else 1
 
 
-def cases() -> list[Case]:
+def cases(*, sharded: bool = False) -> list[Case]:
     """Every combination."""
+    if sharded:
+        combinations = itertools.product((2, 4), PLACES, (False, True), (False, True), VICTIMS)
+        return [Case(ranks, place, behind, dedup, victim, True, True) for ranks, place, behind, dedup, victim in combinations]
     return [
         Case(ranks, place, behind, dedup, victim, in_step)
         for ranks, place, behind, dedup, victim in itertools.product((1, 2, 4), PLACES, (False, True), (False, True), VICTIMS)
@@ -118,6 +127,16 @@ def content(count: int, run: int, step: int, salt: int) -> torch.Tensor:
     return (torch.arange(count, dtype=torch.int32) * (2 * salt + 1) + 7919 * step + 104729 * run).remainder_(9973).to(torch.float32)
 
 
+def part_of(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """The part of these numbers that this rank holds of a tensor."""
+    return full[local_box(tensor).slices()]
+
+
+def held(tensor: torch.Tensor, full: torch.Tensor) -> bool:
+    """Whether this rank holds its part of these numbers."""
+    return torch.equal(local_part(tensor), part_of(tensor, full))
+
+
 def draw(run: int, step: int, rank: int) -> None:
     """The random states of a rank at a step."""
     set_seed(((run * 1000) + step) * 10 + rank)
@@ -143,8 +162,10 @@ class Run:
         optimizer.zero_grad()
         with torch.no_grad():
             for salt, parameter in enumerate((model.first, model.second)):
-                parameter.copy_(content(parameter.numel(), self.number, step, salt))
-                optimizer.state[parameter]["momentum_buffer"] = content(parameter.numel(), self.number, step, salt + 10)
+                local_part(parameter).copy_(part_of(parameter, content(parameter.numel(), self.number, step, salt)))
+                momentum = torch.empty_like(parameter)
+                local_part(momentum).copy_(part_of(parameter, content(parameter.numel(), self.number, step, salt + 10)))
+                optimizer.state[parameter]["momentum_buffer"] = momentum.detach()
         self.diary.last = [self.number, step]
         draw(self.number, step, self.accelerator.process_index)
 
@@ -153,11 +174,11 @@ class Run:
         model, optimizer = self.accelerator.unwrap_model(self.model), self.optimizer
         number, step = self.diary.last
         assert optimizer.updates == step, f"{optimizer.updates} updates at step {step}"
-        assert torch.equal(model.frozen, torch.arange(2.0 * ELEMENTS)), "frozen weights are not what they were"
+        assert held(model.frozen, torch.arange(2.0 * ELEMENTS)), "frozen weights are not what they were"
         for salt, parameter in enumerate((model.first, model.second)):
-            assert torch.equal(parameter, content(parameter.numel(), number, step, salt)), f"weight {salt} is not of step {step}"
+            assert held(parameter, content(parameter.numel(), number, step, salt)), f"weight {salt} is not of step {step}"
             buffer = optimizer.state[parameter]["momentum_buffer"]
-            assert torch.equal(buffer, content(parameter.numel(), number, step, salt + 10)), f"momentum {salt} is not of step {step}"
+            assert held(buffer, content(parameter.numel(), number, step, salt + 10)), f"momentum {salt} is not of step {step}"
         present = [torch.rand(3).tolist(), random.random()]
         draw(number, step, self.accelerator.process_index)
         return {"run": number, "step": step, "random": present == [torch.rand(3).tolist(), random.random()]}
@@ -170,7 +191,8 @@ class Run:
 
 def begin(case: Case, number: int, folder: Path) -> Run:
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=case.place != "one folder", total_limit=case.limit)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap") if case.sharded else None
+    accelerator = Accelerator(cpu=True, project_config=project, fsdp_plugin=plugin)
     model = Model()
     optimizer = torch.optim.SGD([model.first, model.second], lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -254,6 +276,11 @@ def committed(case: Case, folder: Path) -> dict[str, tuple[int, int]]:
         checkpoint = open_checkpoint(path)
         number, step = checkpoint.part(checkpoint.manifest.objects[0])["last"]
         assert step == checkpoint.manifest.step, f"{path} says step {checkpoint.manifest.step}, and holds step {step}"
+        if case.sharded:  # the shards of all ranks are those of this step
+            weights = checkpoint.weights(0)
+            for salt, name in enumerate(("first", "second")):
+                stored = checkpoint.placeholders.read(weights[name], whole_box(weights[name].shape))
+                assert torch.equal(stored, content(stored.numel(), number, step, salt)), f"{name} in {path} is not of step {step}"
         found[path.name] = (number, step)
     return found
 
@@ -446,9 +473,9 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def spread(count: int, chance: random.Random) -> list[Case]:
+def spread(count: int, chance: random.Random, *, sharded: bool = False) -> list[Case]:
     """So many cases, chosen such that every pair of their properties comes as soon as possible."""
-    left, chosen = cases(), []
+    left, chosen = cases(sharded=sharded), []
     chance.shuffle(left)
     seen: set[Any] = set()
     while left and len(chosen) < count:
@@ -460,10 +487,18 @@ def spread(count: int, chance: random.Random) -> list[Case]:
     return chosen
 
 
-def campaign(pools: Callable[[int], RankPool], folder: Path, kills: int, seed: int, progress: Callable[[int], None]) -> list[Chain]:
+def campaign(
+    pools: Callable[[int], RankPool],
+    folder: Path,
+    kills: int,
+    seed: int,
+    progress: Callable[[int], None],
+    *,
+    sharded: bool = False,
+) -> list[Chain]:
     """So many kills, dealt out to cases; each case that was begun also ends once by itself."""
-    each = max(4, -(-kills // len(cases())))  # some, so that what a kill leaves is met by the next
-    chosen = spread(max(1, round(kills / each)), random.Random(seed))
+    each = max(4, -(-kills // len(cases(sharded=sharded))))  # some, so that what a kill leaves is met by the next
+    chosen = spread(max(1, round(kills / each)), random.Random(seed), sharded=sharded)
     chains = []
     done = 0
     for number, case in enumerate(sorted(chosen, key=lambda case: case.ranks)):
@@ -514,6 +549,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sharded", action="store_true", help="kill runs whose state is sharded")
     parser.add_argument("--folder", type=Path, help="where to save; kept if a promise was broken")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-kills-"))
@@ -524,7 +560,7 @@ def main() -> int:
             print(f"{done} kills, {time.monotonic() - began:.0f} s", file=sys.stderr)
 
     with _pools() as pools, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # what ranks print
-        chains = campaign(pools, folder, options.kills, options.seed, progress)
+        chains = campaign(pools, folder, options.kills, options.seed, progress, sharded=options.sharded)
     print(table(chains))
     troubles = [trouble for chain in chains for trouble in chain.tally.troubles]
     print("\n".join(troubles) or f"Nothing was lost. {time.monotonic() - began:.0f} s.")

@@ -156,6 +156,25 @@ def save_linked(path: Path, step: int, trace: Trace) -> None:
         stage.commit(manifest_for(step, {"frozen": entry, **fill(stage, step, SIZES)}))
 
 
+def sharded_save(ranks: int) -> Scenario:
+    """A save over an older one to which other ranks add files, one after the other."""
+
+    def scenario(folder: Path, trace: Trace) -> None:
+        save(folder / "first", 1, Quick(), SIZES)
+        trace.begin()
+        trace.promise(whole({1, 2}))
+        with LocalTarget(folder / "first", trace).begin() as stage:
+            files = fill(stage, 2, SIZES)
+            for rank in range(1, ranks):
+                joined = LocalTarget(folder / "first", trace).join(stage.ticket)
+                files |= fill(joined, 2, {f"model-rank-{rank}.safetensors": 9000, f"model-rank-{rank}.blocks": 16})
+                joined.abandon()
+            stage.commit(manifest_for(2, files))
+        trace.promise(whole({2}))
+
+    return scenario
+
+
 SCENARIOS: dict[str, tuple[Scenario, bool]] = {
     "a first save": (first_save, True),
     "over an older one": (overwrite, True),
@@ -168,6 +187,8 @@ SCENARIOS: dict[str, tuple[Scenario, bool]] = {
     "numbered, a number again": (saving_numbers(1, there=2, again=True), True),
     "numbered, a number again, by two renames": (saving_numbers(1, there=2, again=True), False),
     "numbered, linked to one that goes": (saving_numbers(1, link=True), True),
+    "by two ranks": (sharded_save(2), True),
+    "by four ranks, by two renames": (sharded_save(4), False),
 }
 
 
@@ -226,7 +247,9 @@ def test_no_crash_leaves_torn_checkpoint(memory: Path, rounds: Callable[..., int
 
 
 @pytest.mark.parametrize("forgotten", ["sync file", "sync folder"])
-@pytest.mark.parametrize("scenario", [first_save, overwrite, saving_numbers(1)], ids=["first", "over", "numbered"])
+@pytest.mark.parametrize(
+    "scenario", [first_save, overwrite, saving_numbers(1), sharded_save(2)], ids=["first", "over", "numbered", "sharded"]
+)
 def test_sync_forgotten_would_found(forgotten: str, scenario: Scenario, memory: Path) -> None:
     """A sync that is forgotten would be found."""
     _, wrong = violations(states(traced(scenario, memory, forgets=forgotten), most=60), memory)
