@@ -22,6 +22,7 @@ import ledger
 import loading
 import mistakes
 import offload
+import sharded_checkpoint
 import skewed_work
 import watch
 from figures import Figure, machine, save, table
@@ -80,6 +81,10 @@ def saving(quick: bool) -> list[Figure]:
     return checkpoints.figures(checkpoints.measure(quick))
 
 
+def saving_shards(quick: bool) -> list[Figure]:
+    return sharded_checkpoint.figures(sharded_checkpoint.measure(quick))
+
+
 def handing_out(quick: bool) -> list[Figure]:
     return [figure for ranks in (2, 4) for figure in skewed_work.figures(skewed_work.measure(ranks, quick), ranks)]
 
@@ -97,6 +102,7 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "ledger": accounting,
     "loading": reading,
     "checkpoints": saving,
+    "sharded checkpoint": saving_shards,
     "offload": offloading,
     "device maps": device_maps.measure,
     "skewed work": handing_out,

@@ -202,7 +202,7 @@ class CheckpointsMixin(AcceleratorBase):
         from slipstream.parallel.unwrap import extract_model_from_parallel
 
         bare = extract_model_from_parallel(model, keep_torch_compile=False)
-        if sharded and any(map(is_sharded, bare.parameters())):
+        if sharded and any(map(is_sharded, bare.state_dict().values())):
             save_sharded_model(self._saver, bare, save_directory, max_shard_size, safe_serialization)
         elif self._saver.writes:
             save_model(bare, save_directory, max_shard_size, safe_serialization)
