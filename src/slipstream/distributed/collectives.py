@@ -571,6 +571,8 @@ class _GatherFunction(torch.autograd.Function):
 
 
 _MAX_SHOWN = 5
+_MAX_TEXT = 80
+_AS_IT_IS = "="
 
 
 def check_agreement(channel: Channel, limits: Limits, what: str, values: Mapping[str, Any]) -> None:
@@ -596,6 +598,9 @@ def check_agreement(channel: Channel, limits: Limits, what: str, values: Mapping
 
 
 def _value_digest(value: Any) -> str:
+    """Return text that is the same for equal values: the value itself, if it is a short text that a message can show."""
+    if isinstance(value, str) and len(value) <= _MAX_TEXT:
+        return _AS_IT_IS + value
     return blake2b(codec.encode(_canonical(value)), digest_size=12).hexdigest()
 
 
@@ -620,4 +625,5 @@ def _format_groups(found: list[str | None]) -> str:
     groups: dict[str | None, list[int]] = {}
     for rank, digest in enumerate(found):
         groups.setdefault(digest, []).append(rank)
-    return " | ".join(format_ranks(ranks) + " (has none)" * (digest is None) for digest, ranks in groups.items())
+    texts = {None: " (has none)"} | {digest: f" ({digest[1:]})" for digest in groups if digest and digest.startswith(_AS_IT_IS)}
+    return " | ".join(format_ranks(ranks) + texts.get(digest, "") for digest, ranks in groups.items())

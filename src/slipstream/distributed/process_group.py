@@ -503,6 +503,8 @@ class Runtime(ProcessGroupManager):
         """Models that a strategy has sharded, with how: another Accelerator of the script may go on with them."""
         self.parameter_forms: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """Parameters that were replaced when their model was sharded, or put together again, by identity, with what took their place."""
+        self.follows_optimizers = False
+        """Whether optimizers look for replaced parameters when they step."""
         self._single = Channel()
 
     def channel(self, limits: Limits | None = None, settings: GroupSettings | None = None) -> Channel:

@@ -36,8 +36,21 @@ def checkpoint_activations(blocks: Sequence[tuple[str, torch.nn.Module]], *, off
         )
         offload = False
     for _, module in blocks:
+        _turn_cache_off(module)
         if not isinstance(vars(module).get("forward"), _CheckpointedForward):
             module.forward = _CheckpointedForward(module, vars(module).get("forward"), offload)
+
+
+def _turn_cache_off(block: torch.nn.Module) -> None:
+    """Let a model of transformers keep no keys and values of earlier tokens: a block that runs twice would add its own twice."""
+    for module in block.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+            get_logger(__name__).warning_once(
+                "activation_checkpointing: config.use_cache=True became False, because a block that runs again in the backward pass would "
+                "add its keys and values to the cache twice. `generate` still uses its cache."
+            )
 
 
 class _CheckpointedForward:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,11 @@ from slipstream.strategies.sharded_model import (
 )
 
 __all__ = ["FSDPStrategy", "UnshardedStrategy"]
+
+_SAME_ON_ALL_RANKS: Final = (
+    *("reshard_after_forward", "cpu_offload", "activation_checkpointing"),
+    *("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
+)
 
 
 class FSDPStrategy(Strategy):
@@ -90,7 +95,7 @@ class FSDPStrategy(Strategy):
     @property
     def mesh(self) -> DeviceMesh:
         """torch's mesh of the present generation of the process group; all ranks have to ask for it the first time."""
-        channel: Any = self._runtime.channel(self._limits)
+        channel: Any = self._runtime.group_channel(self._limits, None, usable=True)
         if self._mesh is None or self._mesh[0] != channel.generation:
             with channel.recording():
                 self._mesh = channel.generation, self.sizes.build(self._device.type, timedelta(seconds=self._limits.timeout))
@@ -143,7 +148,8 @@ class FSDPStrategy(Strategy):
             known.remove_hooks()
             dismantle(model)
         plan = plan_blocks(model, options)
-        self._check_same(model, plan, channel)
+        _check_reshard(options.reshard_after_forward, self.sizes)
+        self._check_same(model, plan, options, channel)
         has_values = known is not None or self._check_values(model, channel)
         get_logger(__name__).info(describe_shard_sizes(model, plan, options, self.sizes, self._expected), main_process_only=True)
         mesh = self.mesh
@@ -178,7 +184,7 @@ class FSDPStrategy(Strategy):
         record_forms(self._runtime, slots)
         return ShardedModel.of(model, lambda: bool(channel.usable), self.sizes)
 
-    def _check_same(self, model: torch.nn.Module, plan: BlockPlan, channel: Any) -> None:
+    def _check_same(self, model: torch.nn.Module, plan: BlockPlan, options: ShardingOptions, channel: Any) -> None:
         layout = {
             name: f"{list(parameter.shape)} {parameter.dtype} trained: {parameter.requires_grad}"
             for name, parameter in model.named_parameters()
@@ -192,6 +198,8 @@ class FSDPStrategy(Strategy):
                     "together and need one. Convert them (model.float()), or make the others a block of their own."
                 )
         layout["blocks"] = ", ".join(name for name, _ in plan.blocks)
+        layout["ignored modules"] = ", ".join(name for name, _ in plan.ignored)
+        layout |= {f"{name} of the fsdp_plugin": str(getattr(options, name)) for name in _SAME_ON_ALL_RANKS}
         check_agreement(channel, self._limits, f"the parameters of {type(model).__name__}", layout)
 
     def _check_values(self, model: torch.nn.Module, channel: Any) -> bool:
@@ -237,6 +245,7 @@ class FSDPStrategy(Strategy):
         sharded.handles.append(model.register_forward_pre_hook(begin, prepend=True))
         sharded.handles.append(model.register_forward_hook(end, always_call=True))
         sharded.let_parts_run(check)
+        sharded.let_outputs_change()
         sharded.watch_communication(self._watch_communication)
 
     def _check_failed_alike(self, name: str) -> None:
@@ -325,15 +334,16 @@ class FSDPStrategy(Strategy):
             self._is_in_backward = True
             try:
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+                for sharded in models:
+                    if sharded.reduces:
+                        sharded.end_unseen_backward()
+                        sharded.average_whole()
             except BaseException:
                 for sharded in models:
                     sharded.recover()
                 raise
             finally:
                 self._is_in_backward = False
-            for sharded in models:
-                if sharded.reduces:
-                    sharded.average_whole()
 
     def gradients(self, model: torch.nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         sharded = self._find(model)
@@ -410,6 +420,16 @@ class UnshardedStrategy(Strategy):
             checkpoint_activations(plan.blocks or (("", model),), offload=options.activation_checkpointing_offload, device=self._device)
         get_logger(__name__).info(f"one process: {type(model).__name__} is not sharded", main_process_only=True)
         return model
+
+
+def _check_reshard(reshard_after_forward: bool | int, sizes: MeshSizes) -> None:
+    shards = sizes.dp_shard
+    if not isinstance(reshard_after_forward, bool) and shards % reshard_after_forward:
+        raise ConfigError(
+            f"reshard_after_forward={reshard_after_forward} says how many processes keep a copy between them: it has to divide the "
+            f"{shards} that share a model, and {shards} / {reshard_after_forward} = {shards / reshard_after_forward:.2f}. "
+            "Write a divisor, True or False."
+        )
 
 
 def _total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

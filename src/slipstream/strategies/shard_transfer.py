@@ -18,6 +18,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.process_group import Runtime
@@ -107,10 +108,26 @@ def gather_rows(value: DTensor) -> torch.Tensor:
 def record_forms(runtime: Runtime, slots: Sequence[ParameterSlot]) -> None:
     """Record what has taken the place of the parameters of these slots: an optimizer may hold the old ones."""
     forms = runtime.parameter_forms
+    _follow_optimizers(runtime)
     for slot in slots:
         if slot.current is not slot.parameter:  # an entry lives as long as somebody holds the old parameter
             gone = partial(forms.pop, id(slot.parameter))
             forms[id(slot.parameter)] = weakref.ref(slot.parameter, gone), slot.current
+
+
+def _follow_optimizers(runtime: Runtime) -> None:
+    """Map optimizers that were never prepared when they step: else they would train parameters that are in no model any more."""
+    if runtime.follows_optimizers:
+        return
+    runtime.follows_optimizers = True
+    present = weakref.ref(runtime)
+
+    def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        known = present()
+        if known is not None and known.parameter_forms:  # somebody holds replaced parameters
+            map_optimizer(optimizer, partial(find_form, known))
+
+    weakref.finalize(runtime, register_optimizer_step_pre_hook(follow).remove)
 
 
 def find_form(runtime: Runtime, parameter: torch.Tensor) -> torch.nn.Parameter | None:

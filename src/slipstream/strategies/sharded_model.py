@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from slipstream.devices.table import CPU
+from slipstream.distributed.pytree import flatten, map_leaves
 from slipstream.parallel.mesh import MeshSizes
 from slipstream.parallel.wrap_policy import BlockPlan
 
@@ -177,6 +178,13 @@ class ShardedModel:
         gathered = self.parameter_of() if plain else {}
         return [name for name, parameter in plain if id(parameter) not in gathered]
 
+    def let_outputs_change(self) -> None:
+        """Let scripts change outputs of sharded modules in place (`logits /= temperature`), also those that are views."""
+        model = self.model()
+        for module in [] if model is None else model.modules():
+            if isinstance(module, FSDPModule):  # before torch's own hook, which follows the tensor that it gets
+                self.handles.append(module.register_forward_hook(_detach_views, prepend=True))
+
     def parameter_of(self) -> dict[int, torch.Tensor]:
         """Return the sharded parameters by the identities of the full ones that take their places while a block runs."""
         return {
@@ -229,6 +237,18 @@ class ShardedModel:
                 sharded.unsharded_accumulated_grad = None
                 if unsharded is not None:
                     unsharded.grad = None
+
+    def end_unseen_backward(self) -> None:
+        """Reduce gradients of a backward pass that torch has not seen, and free the full parameters.
+
+        torch sees a pass through the tensors that a module returns. A loss that is kept in an attribute, or in an object of another kind
+        than lists, dicts and dataclasses, is none of these.
+        """
+        for root in self._roots():
+            state: Any = _state(root)  # type: ignore[arg-type]
+            parameters = (sharded for group in state._fsdp_param_groups for sharded in group.fsdp_params)
+            if any(getattr(getattr(sharded, "_unsharded_param", None), "grad", None) is not None for sharded in parameters):
+                state._root_post_backward_final_callback()
 
     def average_whole(self) -> None:
         """Average the gradients of parameters that every rank holds whole: one reduction for each dtype.
@@ -320,7 +340,7 @@ class _PartCall:
         if output is None:  # an error is on its way
             self._recover()
             return None
-        output = state._post_forward(root, args, output)
+        output = state._post_forward(root, args, _detach_views(module, args, output))
         _free_without_backward(root, args, output)
         return output
 
@@ -329,6 +349,31 @@ def _free_without_backward(root: Any, args: Any, output: Any) -> None:
     """Free the full parameters of an outermost module after a pass that no backward follows; torch keeps them."""
     if not torch.is_grad_enabled():
         root.reshard()
+
+
+def _detach_views(module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """Return an output with tensors of their own in the place of views.
+
+    torch follows an output to know when the backward pass reaches a module. It loses sight of a view that is changed in place, and then
+    the gradients of the module are silently not reduced.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not any(_is_followed_view(leaf) for leaf in flatten(output)):
+        return output
+    return map_leaves(lambda leaf: _detach_view(leaf) if _is_followed_view(leaf) else leaf, output)
+
+
+def _is_followed_view(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view() and not isinstance(leaf, DTensor)
+
+
+def _detach_view(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is no view: a copy, except of the result of a linear layer, which nobody else holds."""
+    # torch internals: a linear layer with a bias returns a view of its product (torch 2.13). `_unsafe_view` shares its memory and is no
+    # view; were the names of the nodes others, this would be a copy. test_sharded_scripts.py notices; it can go when torch follows views.
+    node: Any = view.grad_fn
+    if node.name() == "ViewBackward0" and node.next_functions[0][0].name() == "AddmmBackward0":
+        return torch.ops.aten._unsafe_view(view, view.shape)  # type: ignore[no-any-return]
+    return view.clone()
 
 
 def _modules_of(sharded: Any) -> list[torch.nn.Module]:
@@ -384,7 +429,8 @@ def shard_model(
     """Shard a model in place, and return its slots. Afterwards its parameters have memory on this rank, and no values yet."""
     slots = find_slots(model)
     ignored = {id(parameter) for _, module in plan.ignored for parameter in module.parameters()}
-    whole = [slot for slot in slots if id(slot.parameter) in ignored or slot.parameter.ndim == 0]
+    # torch shards neither scalars nor empty tensors
+    whole = [slot for slot in slots if id(slot.parameter) in ignored or not slot.parameter.ndim or not slot.parameter.numel()]
     for slot in slots:
         if slot not in whole:
             empty = torch.empty(slot.parameter.shape, dtype=slot.parameter.dtype, device="meta")

@@ -200,6 +200,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its model must be prepared too."""
         self.optimizer.add_param_group(param_group)
+        self.stepper.strategy.map_optimizer(self.optimizer)  # the script may have kept parameters that `prepare` has replaced
         self.forget()
 
     def state_dict(self) -> dict[str, Any]:
