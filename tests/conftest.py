@@ -36,6 +36,8 @@ LONGEST = (
     "test_watchdog.py",
     "test_launched_failures.py",
     "test_kills.py",
+    "test_sharded_saves.py",
+    "test_fsdp_checkpoints.py",
     "test_notebook.py",
     "test_launched_losses.py",
     "test_batch_size.py",
