@@ -17,6 +17,7 @@ from pathlib import Path
 import checkpoints
 import collectives
 import device_maps
+import fsdp
 import imports
 import ledger
 import loading
@@ -69,6 +70,10 @@ def stepping(quick: bool) -> list[Figure]:
     return [figure for ranks in (1, 2) for figure in training.figures(training.measure(ranks, quick), ranks)]
 
 
+def sharding(quick: bool) -> list[Figure]:
+    return [*fsdp.steps(2, quick, None), *fsdp.memory(4)]
+
+
 def accounting(quick: bool) -> list[Figure]:
     return [figure for ranks in (1, 2) for figure in ledger.figures(ledger.measure(ranks, quick), ranks)]
 
@@ -99,6 +104,7 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "collectives": collecting,
     "mistakes": mistaking,
     "training": stepping,
+    "sharded training": sharding,
     "ledger": accounting,
     "loading": reading,
     "checkpoints": saving,
