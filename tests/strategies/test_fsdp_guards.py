@@ -75,13 +75,15 @@ def test_slow_rank_in_the_ledger(ranks: Any) -> None:
         model, optimizer = accelerator.prepare(model, adamw(model))
         for _ in range(6):
             step(accelerator, model, optimizer)
+        ledger = accelerator._components.ledger
+        ledger.settle()
         accelerator.wait_for_everyone()
-        report = accelerator.ledger()
+        report = ledger.finish()
         return report.phases, report.slowest_rank, report.steps
 
     phases, slowest, steps = ranks(2).run(run)[0]
-    assert steps >= 5
+    assert steps == 6
     assert slowest == 1
-    assert phases["waiting"][0] > 0.5 * 6 * 0.05 > phases["waiting"][1]
-    assert phases["forward"][1] > 6 * 0.05 > phases["forward"][0]
+    assert phases["waiting"][0] > phases["waiting"][1]
+    assert phases["forward"][1] > phases["forward"][0]
     assert min(phases["communication"]) > 0.0
