@@ -61,7 +61,8 @@ class Strategy:
                 f"prepare was given a {type(model).__name__} that was made by hand around a {type(model.module).__name__}: gradients would "
                 "be averaged twice. Give it the module itself; options go into DistributedDataParallelKwargs."
             )
-        check_not_sharded(model)
+        if self.replicated:
+            check_not_sharded(model)
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":
                 raise ConfigError(
