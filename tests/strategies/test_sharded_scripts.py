@@ -11,7 +11,7 @@ from sharded_training import Net, adamw, loss_of, net, same, same_run, sentences
 from torch.distributed.tensor import DTensor
 
 from slipstream import Accelerator, FullyShardedDataParallelPlugin
-from slipstream.errors import ConfigError, MismatchError
+from slipstream.errors import ConfigError, MismatchError, SlipstreamError
 
 Ranks = Any
 Plugin = FullyShardedDataParallelPlugin
@@ -188,3 +188,53 @@ def test_different_options(ranks: Ranks) -> None:
         assert "reshard_after_forward of the fsdp_plugin: rank 0 (False) | rank 1 (True)" in options
         assert "embed.weight: rank 0 ([11, 7] torch.float32 trained: True) | rank 1 ([11, 8]" in shapes
         assert "2 / 7 = 0.29" in number
+
+
+@pytest.mark.parametrize("kind", ["leaf", "block"])
+def test_different_experts(ranks: Ranks, kind: str) -> None:
+    """Ranks that use different parts of a model are refused before the optimizer steps: torch would mix their gradients or weights."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(4, 4)
+            made = [torch.nn.Linear(4, 4) if kind == "leaf" else torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in "12"]
+            self.experts = torch.nn.ModuleList(made)
+
+        def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+            return self.experts[chosen](self.first(x))
+
+    def run() -> str:
+        policy = "no_wrap" if kind == "leaf" else lambda module: isinstance(module, torch.nn.Sequential)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=policy))
+        model = Experts()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for chosen in (0, accelerator.process_index):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.ones(2, 4), chosen).mean())
+            try:
+                optimizer.step()
+            except SlipstreamError as error:
+                return str(error)
+        return "nothing was said"
+
+    expected = "the parameters of FSDPExperts with gradients" if kind == "leaf" else "have run different blocks"
+    assert all(expected in text for text in ranks(2).run(run))
+
+
+def test_whole_weights_loaded(ranks: Ranks) -> None:
+    """What `get_state_dict` returned can be loaded again, e.g. the best weights of a run."""
+
+    def run() -> None:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        model = accelerator.prepare(net())
+        best = accelerator.get_state_dict(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        model.load_state_dict(best)
+        same(accelerator.get_state_dict(model), best)
+        with pytest.raises(ConfigError, match="LBFGS cannot update sharded parameters"):
+            accelerator.prepare(torch.optim.LBFGS(model.parameters()))
+
+    ranks(2).run(run)

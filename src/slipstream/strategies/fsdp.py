@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -58,6 +59,15 @@ _SAME_ON_ALL_RANKS: Final = (
 )
 
 
+_UNSHARDABLE = {
+    "LBFGS": "it flattens all parameters into one vector",
+    "Adafactor": "it factors whole matrices",
+    "Rprop": "torch has no sharded form of its kernel",
+    "Muon": "it orthogonalises whole matrices",
+}
+"""Optimizers of torch that fail on DTensors (torch 2.13), with the reason."""
+
+
 class FSDPStrategy(Strategy):
     """Several processes, each with a shard of the model."""
 
@@ -87,6 +97,8 @@ class FSDPStrategy(Strategy):
         self._in_clip = runtime.watch("clip_grad_norm_", limits)
         self._in_state = runtime.watch("get_state_dict", limits)
         self._is_in_backward = False
+        self._collectives = 0
+        """A checksum of all collectives of passes so far: the same on all ranks, if they run the same blocks."""
         self._expected: list[torch.optim.Optimizer] = []
         self._models: list[ShardedModel] = []
 
@@ -247,6 +259,7 @@ class FSDPStrategy(Strategy):
         sharded.let_parts_run(check)
         sharded.let_outputs_change()
         sharded.watch_communication(self._watch_communication)
+        sharded.take_whole_weights()
 
     def _check_failed_alike(self, name: str) -> None:
         """Raise unless all ranks have left a failed pass at the same place; else their next collectives would not match."""
@@ -259,8 +272,9 @@ class FSDPStrategy(Strategy):
             raise
 
     @contextmanager
-    def _watch_communication(self) -> Iterator[None]:
+    def _watch_communication(self, label: str) -> Iterator[None]:
         """Run a collective of a pass: its time is communication; in a forward pass it is a watched section of its own."""
+        self._collectives = zlib.crc32(label.encode(), self._collectives)
         meter = self._meter
         begun = meter is not None and meter.wait()
         try:
@@ -282,6 +296,12 @@ class FSDPStrategy(Strategy):
         self._expected = list(optimizers)
 
     def map_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        kind = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")), "")
+        if kind in _UNSHARDABLE:
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot update sharded parameters ({_UNSHARDABLE[kind]}): take AdamW, Adam, SGD or another "
+                "that updates each entry by itself, or train with replicas (DDP)"
+            )
         with self._in_prepare:
             return map_optimizer(optimizer, partial(find_form, self._runtime))
 
@@ -383,11 +403,34 @@ class FSDPStrategy(Strategy):
         return {**state, **{name: value.detach().to(CPU.type, copy=True) for name, value in whole.items()}}
 
     def step(self, model: torch.nn.Module) -> None:
-        if (sharded := self._find(model)) is not None and (new := sharded.find_new()):
+        sharded = self._find(model)
+        if sharded is None:
+            return
+        self._check_same_passes(sharded, type(model).__name__)
+        if new := sharded.find_new():
             raise StateError(
                 f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''} of {type(model).__name__} were put in after it was sharded, so "
                 "their gradients are not averaged over the ranks: change the model before it is prepared"
             )
+
+    def _check_same_passes(self, sharded: ShardedModel, name: str) -> None:
+        """Raise if ranks ran different blocks, or gave gradients to different parameters: torch then adds up what does not belong together.
+
+        Each rank sends two checksums of all that it did so far, in one small exchange for each update.
+        """
+        channel = self._runtime.channel(self._limits)
+        named = sharded.with_gradients()
+        own = [self._collectives, zlib.crc32("\n".join(named).encode())]
+        found = collectives.gather_objects(channel, self._limits, own, operation="optimizer step")
+        if found is None or all(each == own for each in found):
+            return
+        if any(each[0] != found[0][0] for each in found):
+            raise StateError(
+                f"the ranks have run different blocks of {name} since its last update (or in another order), so weights and gradients of "
+                "different blocks were mixed: this update cannot be used. Run the same blocks on every rank, e.g. a block that a rank "
+                "does not need with a weight of 0; or choose blocks that always run (auto_wrap_policy)"
+            )
+        check_agreement(channel, self._limits, f"the parameters of {name} with gradients", dict.fromkeys(named, "has a gradient"))
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -144,13 +144,24 @@ class ShardedModel:
             if not any(parameter.is_meta for parameter in module.parameters()):  # type: ignore[attr-defined]
                 _state(module)._lazy_init()  # type: ignore[arg-type]
 
-    def watch_communication(self, watch: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Run the waits for gathered parameters and scattered gradients in blocks of `watch`; what is prefetched does not wait."""
+    def watch_communication(self, watch: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """Run the waits for gathered parameters and scattered gradients in blocks of `watch`, which is told the name of the block."""
         model = self.model()
-        for module in [] if model is None else model.modules():
+        for name, module in [] if model is None else model.named_modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_WatchedAllGather(watch))
-                module.set_custom_reduce_scatter(_WatchedReduceScatter(watch))
+                module.set_custom_all_gather(_WatchedAllGather(watch, f"gather {name}"))
+                module.set_custom_reduce_scatter(_WatchedReduceScatter(watch, f"scatter {name}"))
+
+    def with_gradients(self) -> list[str]:
+        """Return the names of the parameters that have gradients."""
+        model = self.model()
+        return [] if model is None else [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+
+    def take_whole_weights(self) -> None:
+        """Let `load_state_dict` take whole tensors for sharded parameters: each rank keeps its own rows of them."""
+        model = self.model()
+        if model is not None:
+            self.handles.append(model.register_load_state_dict_pre_hook(_distribute_whole))  # type: ignore[no-untyped-call]
 
     def let_parts_run(self, check: Callable[[], None]) -> None:
         """Let submodules that hold parameters of an outermost module be called by themselves, as `model.head(x)`.
@@ -293,23 +304,36 @@ def _broadcast_buffers(modules: Sequence[torch.nn.Module]) -> None:
 class _WatchedAllGather(DefaultAllGather):
     """torch's own all-gather, in a block that watches how long it takes."""
 
-    def __init__(self, watch: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, watch: Callable[[str], AbstractContextManager[Any]], label: str) -> None:
         self._watch = watch
+        self._label = label
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch():
+        with self._watch(self._label):
             return super().__call__(*args, **kwargs)
 
 
 class _WatchedReduceScatter(DefaultReduceScatter):
     """torch's own reduce-scatter, in a block that watches how long it takes."""
 
-    def __init__(self, watch: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, watch: Callable[[str], AbstractContextManager[Any]], label: str) -> None:
         self._watch = watch
+        self._label = label
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch():
+        with self._watch(self._label):
             return super().__call__(*args, **kwargs)
+
+
+def _distribute_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *details: Any) -> None:
+    """Shard whole tensors of a state dict as the parameters are that they are for; nothing is communicated."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == parameter.shape:  # else torch says that it does not fit
+            whole = value.detach().to(parameter.device, parameter.dtype)
+            state_dict[prefix + name] = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 class _PartCall:
