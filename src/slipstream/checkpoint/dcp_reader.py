@@ -9,7 +9,7 @@ read as data by `pickle_reader.py`: their checksums are verified, and a class th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,8 @@ from slipstream.checkpoint.dcp_metadata import (
 from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.pickle_reader import read_values
 from slipstream.checkpoint.pickle_records import NotPlainError
-from slipstream.checkpoint.shard_layout import Box, cover_box, element_runs, whole_box
+from slipstream.checkpoint.shard_layout import Box, cover_box, element_runs
+from slipstream.checkpoint.sharded import StoredTensors
 from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, TORCH_DTYPES, dtype_name, from_buffer
 from slipstream.distributed.codec import empty_host_tensor
 from slipstream.errors import CheckpointError, MissingCheckpointError
@@ -89,7 +90,7 @@ class _Files:
         return values.value
 
 
-class DcpTensors(Mapping[str, torch.Tensor]):
+class DcpTensors(StoredTensors):
     """The tensors of a folder, by name; each is put together when it is asked for, and none is kept."""
 
     def __init__(self, files: _Files, tensors: Mapping[str, DcpTensor]) -> None:
@@ -99,15 +100,6 @@ class DcpTensors(Mapping[str, torch.Tensor]):
         self.placeholders: dict[str, torch.Tensor] = {
             name: torch.empty(tensor.shape, dtype=_TORCH_DTYPES[tensor.dtype], device="meta") for name, tensor in tensors.items()
         }
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.read(name, whole_box(self.placeholders[name].shape))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.placeholders)
-
-    def __len__(self) -> int:
-        return len(self.placeholders)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor, in memory of its own."""

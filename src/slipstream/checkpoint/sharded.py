@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slipstream.checkpoint.remote import RemoteFiles
 
 __all__ = [
-    "BrokenShardError", "LocalShard", "ShardFiles", "StoredShards", "TensorPlaceholders", "WholeTensorFile", "is_sharded", "local_box",
+    "BrokenShardError", "LocalShard", "ShardFiles", "StoredTensors", "TensorPlaceholders", "WholeTensorFile", "is_sharded", "local_box",
     "local_shard", "local_shards", "open_shards", "replicate_like", "reshard", "shard_like",
 ]
 
@@ -160,11 +160,32 @@ class _StoredShard:
         return from_buffer(self.file.memory(), self.entry.dtype, (end - first,), *span).as_strided(inner.shape, strides)
 
 
-class ShardFiles(Mapping[str, torch.Tensor]):
-    """The sharded tensors in some shard files of a checkpoint. Headers are read and verified now, shards when they are needed.
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """Tensors of which parts can be read: in our files (`ShardFiles`, `WholeTensorFile`), or in torch's (`dcp_reader.DcpTensors`).
 
-    As a mapping it assembles each full tensor on access and keeps none.
+    As a mapping it assembles each full tensor on access and keeps none. Readers implement `read`.
     """
+
+    where: str
+    placeholders: dict[str, torch.Tensor]
+    """Shapes and dtypes by name, on the meta device."""
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor in new memory."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name, whole_box(self.placeholders[name].shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.placeholders)
+
+    def __len__(self) -> int:
+        return len(self.placeholders)
+
+
+class ShardFiles(StoredTensors):
+    """The sharded tensors in some shard files of a checkpoint. Headers are read and verified now, shards when they are needed."""
 
     def __init__(self, files: Sequence[VerifiedBlockFile], where: str) -> None:
         self.where = where
@@ -190,13 +211,7 @@ class ShardFiles(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self.release()
-        return self.read(name, whole_box(self.placeholders[name].shape))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.placeholders)
-
-    def __len__(self) -> int:
-        return len(self.placeholders)
+        return super().__getitem__(name)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor in new memory."""
@@ -211,7 +226,7 @@ class ShardFiles(Mapping[str, torch.Tensor]):
         return assembled
 
 
-class WholeTensorFile:
+class WholeTensorFile(StoredTensors):
     """The tensors of a safetensors file, of which boxes are read when they are needed. Whoever opens it has verified the file."""
 
     def __init__(self, descriptor: int, layout: SafetensorsLayout, where: str) -> None:
@@ -240,23 +255,13 @@ class WholeTensorFile:
         return assembled.copy_(from_buffer(span, entry.dtype, (count,), 0, len(span)).as_strided(box.shape, strides))
 
 
-class StoredShards(Protocol):
-    """Tensors of which parts can be read: in our files (`ShardFiles`, `WholeTensorFile`), or in torch's (`dcp_reader.DcpTensors`)."""
-
-    where: str
-    placeholders: dict[str, torch.Tensor]
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor in new memory."""
-
-
 class TensorPlaceholders:
     """The stored tensors behind placeholders."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StoredShards, str, torch.Tensor]] = {}
+        self._known: dict[int, tuple[StoredTensors, str, torch.Tensor]] = {}
 
-    def add(self, files: StoredShards) -> dict[str, torch.Tensor]:
+    def add(self, files: StoredTensors) -> dict[str, torch.Tensor]:
         """Return placeholders for all tensors in these shard files, by name."""
         self._known |= {id(tensor): (files, name, tensor) for name, tensor in files.placeholders.items()}
         return files.placeholders

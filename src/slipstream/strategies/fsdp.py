@@ -201,6 +201,10 @@ class FSDPStrategy(Strategy):
             name: f"{list(parameter.shape)} {parameter.dtype} trained: {parameter.requires_grad}"
             for name, parameter in model.named_parameters()
         }
+        layout["blocks"] = ", ".join(name for name, _ in plan.blocks)
+        layout["ignored modules"] = ", ".join(name for name, _ in plan.ignored)
+        layout |= {f"{name} of the fsdp_plugin": str(getattr(options, name)) for name in _SAME_ON_ALL_RANKS}
+        check_agreement(channel, self._limits, f"the parameters of {type(model).__name__}", layout)
         for block, parameters in group_parameters(model, plan).items():
             dtypes = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
             if block is not None and len(dtypes) > 1:
@@ -209,10 +213,6 @@ class FSDPStrategy(Strategy):
                     f"{block or type(model).__name__} has trained parameters of several dtypes ({found}): those of a block are reduced "
                     "together and need one. Convert them (model.float()), or make the others a block of their own."
                 )
-        layout["blocks"] = ", ".join(name for name, _ in plan.blocks)
-        layout["ignored modules"] = ", ".join(name for name, _ in plan.ignored)
-        layout |= {f"{name} of the fsdp_plugin": str(getattr(options, name)) for name in _SAME_ON_ALL_RANKS}
-        check_agreement(channel, self._limits, f"the parameters of {type(model).__name__}", layout)
 
     def _check_values(self, model: torch.nn.Module, channel: Any) -> bool:
         """Return whether rank 0 has values for all parameters; raise if not, and nothing else will give them any."""

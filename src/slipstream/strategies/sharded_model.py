@@ -301,8 +301,8 @@ def _broadcast_buffers(modules: Sequence[torch.nn.Module]) -> None:
             buffer.copy_(piece.view_as(buffer))
 
 
-class _WatchedAllGather(DefaultAllGather):
-    """torch's own all-gather, in a block that watches how long it takes."""
+class _WatchedCall:
+    """A collective of torch's FSDP2, run in a block of `watch`, which is told what it is for."""
 
     def __init__(self, watch: Callable[[str], AbstractContextManager[Any]], label: str) -> None:
         self._watch = watch
@@ -310,19 +310,15 @@ class _WatchedAllGather(DefaultAllGather):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._watch(self._label):
-            return super().__call__(*args, **kwargs)
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class _WatchedReduceScatter(DefaultReduceScatter):
-    """torch's own reduce-scatter, in a block that watches how long it takes."""
+class _WatchedAllGather(_WatchedCall, DefaultAllGather):
+    """torch's own all-gather, watched."""
 
-    def __init__(self, watch: Callable[[str], AbstractContextManager[Any]], label: str) -> None:
-        self._watch = watch
-        self._label = label
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch(self._label):
-            return super().__call__(*args, **kwargs)
+class _WatchedReduceScatter(_WatchedCall, DefaultReduceScatter):
+    """torch's own reduce-scatter, watched."""
 
 
 def _distribute_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *details: Any) -> None:
