@@ -1,0 +1,27 @@
+"""The import name `accelerate`, provided by Slipstream.
+
+A translation layer: the names, signatures and structures that scripts and libraries written for Accelerate 1.15 rely on, over the runtime
+of Slipstream. Slipstream itself never imports it. What exists here only because a client needs it names that client.
+"""
+
+from accelerate._forwarding import forward_names
+
+__version__ = "1.15.0+slipstream"
+
+__all__, __getattr__, __dir__ = forward_names(
+    __name__,
+    {
+        "accelerate.accelerator": "Accelerator",
+        "accelerate.big_modeling": """cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights init_on_device
+            load_checkpoint_and_dispatch""",
+        "accelerate.data_loader": "skip_first_batches",
+        "accelerate.inference": "prepare_pippy",
+        "accelerate.launchers": "debug_launcher notebook_launcher",
+        "accelerate.parallelism_config": "ParallelismConfig",
+        "accelerate.state": "PartialState",
+        "accelerate.utils": """AutocastKwargs DataLoaderConfiguration DDPCommunicationHookType DeepSpeedPlugin
+            DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs
+            ProfileKwargs find_executable_batch_size infer_auto_device_map is_rich_available load_checkpoint_in_model
+            synchronize_rng_states""",
+    },
+)

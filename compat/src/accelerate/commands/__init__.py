@@ -1,0 +1,9 @@
+"""Names of `accelerate.commands`."""
+
+from accelerate._forwarding import forward_names
+
+__all__, __getattr__, __dir__ = forward_names(
+    __name__,
+    {
+    },
+)

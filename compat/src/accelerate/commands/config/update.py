@@ -1,0 +1,11 @@
+"""Names of `accelerate.commands.config.update`."""
+
+from accelerate._forwarding import forward_names
+
+__all__, __getattr__, __dir__ = forward_names(
+    __name__,
+    {
+        "accelerate.commands.config.config_args": "load_config_from_file",
+        "accelerate.commands.config.config_utils": "SubcommandHelpFormatter",
+    },
+)

@@ -1,0 +1,16 @@
+"""Names of `accelerate.utils.launch`."""
+
+from accelerate._forwarding import forward_names
+
+__all__, __getattr__, __dir__ = forward_names(
+    __name__,
+    {
+        "accelerate.commands.config.config_args": "SageMakerConfig",
+        "accelerate.utils.dataclasses": "DistributedType DynamoBackend PrecisionType SageMakerDistributedType",
+        "accelerate.utils.environment": "str_to_bool",
+        "accelerate.utils.imports": "is_fp8_available",
+        "accelerate.utils.other": "get_free_port is_port_in_use merge_dicts",
+        "accelerate.utils.versions": "compare_versions",
+        "slipstream": "PrepareForLaunch",
+    },
+)
