@@ -10,7 +10,7 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.imports": "is_cuda_available",
         "accelerate.utils.other": "get_pretty_name load save",
         "accelerate.utils.versions": "is_torch_version",
-        "slipstream.utils": """MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
-            WEIGHTS_NAME""",
+        "slipstream.utils": """MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME SCALER_NAME
+            SCHEDULER_NAME WEIGHTS_NAME""",
     },
 )

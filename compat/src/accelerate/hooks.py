@@ -11,8 +11,8 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.offload": "PrefixedDataset",
         "accelerate.utils.operations": "find_device send_to_device",
         "accelerate.utils.other": "recursive_getattr",
-        "slipstream.hooks": """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module
-            attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook remove_hook_from_module
-            remove_hook_from_submodules""",
+        "slipstream.hooks": """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook
+            add_hook_to_module attach_align_device_hook attach_align_device_hook_on_blocks
+            attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules""",
     },
 )

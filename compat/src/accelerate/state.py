@@ -6,10 +6,10 @@ __all__, __getattr__, __dir__ = forward_names(
     __name__,
     {
         "accelerate.utils.dataclasses": "DistributedType DynamoBackend GradientAccumulationPlugin SageMakerDistributedType",
-        "accelerate.utils.environment": """check_cuda_p2p_ib_support get_cpu_distributed_information get_int_from_env parse_choice_from_env parse_flag_from_env
-            check_cuda_p2p_ib_support get_cpu_distributed_information get_int_from_env parse_choice_from_env parse_flag_from_env""",
-        "accelerate.utils.imports": """deepspeed_required is_datasets_available is_deepspeed_available is_fp8_available is_habana_gaudi1 is_mps_available
-            is_xccl_available""",
+        "accelerate.utils.environment": """check_cuda_p2p_ib_support get_cpu_distributed_information get_int_from_env parse_choice_from_env
+            parse_flag_from_env""",
+        "accelerate.utils.imports": """deepspeed_required is_datasets_available is_deepspeed_available is_fp8_available is_habana_gaudi1
+            is_mps_available is_xccl_available""",
         "slipstream": "AcceleratorState GradientState PartialState",
         "slipstream.distributed.state": "is_initialized",
     },

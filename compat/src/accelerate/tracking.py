@@ -13,7 +13,8 @@ __all__, __getattr__, __dir__ = forward_names(
             is_swanlab_available is_tensorboard_available is_trackio_available is_wandb_available""",
         "accelerate.utils.operations": "listify",
         "accelerate.utils.versions": "compare_versions",
-        "slipstream.tracking": """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker TensorBoardTracker
-            TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process register_tracker_class""",
+        "slipstream.tracking": """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker
+            TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers
+            on_main_process register_tracker_class""",
     },
 )

@@ -14,8 +14,8 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.transformer_engine": "convert_model",
         "accelerate.utils.versions": "is_torch_version",
         "slipstream.utils": """check_os_kernel clean_state_dict_for_safetensors compile_regions compile_regions_fsdp2 convert_bytes
-            extract_model_from_parallel get_free_port get_model_tp_size get_module_children_bottom_up get_pretty_name
-            has_compiled_regions has_repeated_blocks is_compiled_module is_port_in_use is_repeated_blocks load merge_dicts
-            model_has_dtensor recursive_getattr save wait_for_everyone""",
+            extract_model_from_parallel get_free_port get_model_tp_size get_module_children_bottom_up
+            get_pretty_name has_compiled_regions has_repeated_blocks is_compiled_module is_port_in_use
+            is_repeated_blocks load merge_dicts model_has_dtensor recursive_getattr save wait_for_everyone""",
     },
 )

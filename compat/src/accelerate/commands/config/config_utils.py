@@ -6,7 +6,7 @@ __all__, __getattr__, __dir__ = forward_names(
     __name__,
     {
         "accelerate.commands.menu.selection_menu": "BulletMenu",
-        "accelerate.utils.dataclasses": """ComputeEnvironment DistributedType DynamoBackend FP8BackendType PrecisionType SageMakerDistributedType
-            ComputeEnvironment DistributedType DynamoBackend FP8BackendType PrecisionType SageMakerDistributedType""",
+        "accelerate.utils.dataclasses": """ComputeEnvironment DistributedType DynamoBackend FP8BackendType PrecisionType
+            SageMakerDistributedType""",
     },
 )
