@@ -14,17 +14,20 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.state": "AcceleratorState GradientState PartialState",
         "accelerate.tracking": "GeneralTracker filter_trackers",
         "accelerate.utils.ao": "convert_model_to_fp8_ao",
-        "accelerate.utils.dataclasses": """AORecipeKwargs AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs
-            DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs FullyShardedDataParallelPlugin
-            GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType
-            MSAMPRecipeKwargs MegatronLMPlugin PrecisionType ProfileKwargs ProjectConfiguration RNGType
-            TERecipeKwargs TorchDynamoPlugin TorchTensorParallelPlugin""",
+        "accelerate.utils.dataclasses": """AORecipeKwargs AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin
+            DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs
+            FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
+            InitProcessGroupKwargs KwargsHandler LoggerType MSAMPRecipeKwargs MegatronLMPlugin
+            PrecisionType ProfileKwargs ProjectConfiguration RNGType TERecipeKwargs TorchDynamoPlugin
+            TorchTensorParallelPlugin""",
         "accelerate.utils.environment": "parse_choice_from_env",
         "accelerate.utils.fsdp_utils": """ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_prepare_model
             fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer
             save_fsdp_model save_fsdp_optimizer""",
-        "accelerate.utils.imports": """is_bf16_available is_bitsandbytes_multi_backend_available is_deepspeed_available is_lomo_available
-            is_megatron_lm_available is_msamp_available is_torchao_available is_transformer_engine_available""",
+        "accelerate.utils.imports": """is_bf16_available is_bitsandbytes_multi_backend_available is_deepspeed_available
+            is_lomo_available is_megatron_lm_available is_mlu_available is_msamp_available
+            is_musa_available is_npu_available is_torch_xla_available is_torchao_available
+            is_transformer_engine_available is_xpu_available""",
         "accelerate.utils.memory": "release_memory",
         "accelerate.utils.modeling": """get_grad_scaler get_mixed_precision_context_manager get_state_dict_offloaded_model
             has_offloaded_params""",
@@ -35,7 +38,7 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.transformer_engine": "apply_fp8_autowrap convert_model",
         "accelerate.utils.versions": "compare_versions is_torch_version",
         "slipstream": "Accelerator",
-        "slipstream.utils": """MODEL_NAME PROFILE_PATTERN_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME
-            SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
+        "slipstream.utils": """MODEL_NAME PROFILE_PATTERN_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
+            SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
     },
 )

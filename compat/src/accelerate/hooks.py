@@ -6,6 +6,7 @@ __all__, __getattr__, __dir__ = forward_names(
     __name__,
     {
         "accelerate.state": "PartialState",
+        "accelerate.utils.imports": "is_mlu_available is_musa_available is_npu_available",
         "accelerate.utils.memory": "clear_device_cache",
         "accelerate.utils.modeling": "get_non_persistent_buffers named_module_tensors set_module_tensor_to_device",
         "accelerate.utils.offload": "PrefixedDataset",

@@ -7,7 +7,7 @@ __all__, __getattr__, __dir__ = forward_names(
     {
         "accelerate.state": "AcceleratorState GradientState",
         "accelerate.utils.dataclasses": "DistributedType",
-        "accelerate.utils.imports": "is_lomo_available",
+        "accelerate.utils.imports": "is_lomo_available is_torch_xla_available",
         "accelerate.utils.operations": "honor_type",
         "slipstream.training.optimizer": "AcceleratedOptimizer move_to_device",
     },

@@ -6,15 +6,18 @@ __all__, __getattr__, __dir__ = forward_names(
     __name__,
     {
         "accelerate.state": "AcceleratorState GradientState",
-        "accelerate.utils.environment": "str_to_bool",
-        "accelerate.utils.imports": """is_aim_available is_bnb_available is_clearml_available is_comet_ml_available is_cuda_available
-            is_datasets_available is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available
-            is_habana_gaudi1 is_import_timer_available is_matplotlib_available is_mlflow_available
-            is_mps_available is_pandas_available is_peft_available is_pippy_available is_pytest_available
-            is_schedulefree_available is_swanlab_available is_tensorboard_available is_timm_available
-            is_torchao_available is_torchdata_stateful_dataloader_available is_torchvision_available
-            is_trackio_available is_transformer_engine_available is_transformer_engine_mxfp8_available
-            is_transformers_available is_triton_available is_wandb_available""",
+        "accelerate.utils.environment": "check_cuda_fp8_capability str_to_bool",
+        "accelerate.utils.imports": """is_aim_available is_bnb_available is_clearml_available is_comet_ml_available
+            is_cuda_available is_datasets_available is_deepspeed_available is_dvclive_available
+            is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available
+            is_import_timer_available is_matplotlib_available is_mlflow_available is_mlu_available
+            is_mps_available is_musa_available is_neuron_available is_npu_available is_pandas_available
+            is_peft_available is_pippy_available is_pytest_available is_schedulefree_available
+            is_sdaa_available is_swanlab_available is_tensorboard_available is_timm_available
+            is_torch_xla_available is_torchao_available is_torchdata_stateful_dataloader_available
+            is_torchvision_available is_trackio_available is_transformer_engine_available
+            is_transformer_engine_mxfp8_available is_transformers_available is_triton_available
+            is_wandb_available is_xpu_available""",
         "accelerate.utils.operations": "gather",
         "accelerate.utils.versions": "compare_versions is_torch_version",
         "slipstream": "parse_flag_from_env",

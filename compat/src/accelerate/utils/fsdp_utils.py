@@ -11,9 +11,10 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.other": "get_module_children_bottom_up is_compiled_module save",
         "accelerate.utils.versions": "is_torch_version",
         "slipstream.utils": """OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME disable_fsdp_ram_efficient_loading
-            enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
-            fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model
-            fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model
-            load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer""",
+            enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
+            fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy
+            fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
+            get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
+            save_fsdp_model save_fsdp_optimizer""",
     },
 )
