@@ -1,8 +1,18 @@
-"""`Accelerator`."""
+"""`Accelerator`: the class of Slipstream with the constructor, attributes and deliberate behaviour of Accelerate's."""
 
+from __future__ import annotations
+
+from accelerate._accelerator_checkpoints import CheckpointsMixin
+from accelerate._accelerator_data import DataMixin
 from accelerate._forwarding import forward_names
+from slipstream.accelerator import Accelerator as _Accelerator
 
-__all__, __getattr__, __dir__ = forward_names(
+
+class Accelerator(CheckpointsMixin, DataMixin, _Accelerator):
+    """Prepare and run a training loop on one or many processes, as scripts written for Accelerate expect it."""
+
+
+_forwarded, __getattr__, __dir__ = forward_names(
     __name__,
     {
         "accelerate.checkpointing": "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
@@ -37,8 +47,9 @@ __all__, __getattr__, __dir__ = forward_names(
             is_compiled_module model_has_dtensor save wait_for_everyone""",
         "accelerate.utils.transformer_engine": "apply_fp8_autowrap convert_model",
         "accelerate.utils.versions": "compare_versions is_torch_version",
-        "slipstream": "Accelerator",
         "slipstream.utils": """MODEL_NAME PROFILE_PATTERN_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
             SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
     },
 )
+
+__all__ = ["Accelerator", *_forwarded]
