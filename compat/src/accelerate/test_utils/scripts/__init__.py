@@ -1,0 +1,1 @@
+"""Scripts that check the runtime; `accelerate test` runs `test_script`."""

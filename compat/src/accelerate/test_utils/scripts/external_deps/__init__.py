@@ -1,0 +1,1 @@
+"""Scripts that need other packages than this one."""

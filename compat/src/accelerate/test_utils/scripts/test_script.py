@@ -1,0 +1,10 @@
+"""Placeholder."""
+
+
+def main() -> None:
+    """Do nothing yet."""
+    raise NotImplementedError("this script is not written yet")
+
+
+if __name__ == "__main__":
+    main()
