@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from accelerate._accelerator_checkpoints import CheckpointsMixin
 from accelerate._accelerator_data import DataMixin
+from accelerate._accelerator_trackers import TrackersMixin
 from accelerate._forwarding import forward_names
 from slipstream.accelerator import Accelerator as _Accelerator
 
 
-class Accelerator(CheckpointsMixin, DataMixin, _Accelerator):
+class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, _Accelerator):
     """Prepare and run a training loop on one or many processes, as scripts written for Accelerate expect it."""
 
 

@@ -121,7 +121,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         self._saver = Saver(self._components, self.project_configuration, async_save)
         self._saver.begin_numbering()
         self._guards = attach_guards(self._components, self._handlers.guards)
-        self._recorder = RunRecorder(self._components, self.project_configuration, log_with, told)
+        self._recorder = RunRecorder(self._components, self.project_configuration, self._choose_trackers(log_with), told)
         self._own = frozenset(vars(self))
 
     def __reduce__(self) -> Any:
@@ -132,6 +132,10 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         return repr(self.state).replace(type(self.state).__name__, type(self).__name__, 1)
 
     # -- trackers (observability/trackers/) ----------------------------------------------------------------------------------------
+
+    def _choose_trackers(self, log_with: Any) -> Any:
+        """Return what `log_with` means; a subclass with tables of its own returns classes and instances."""
+        return log_with
 
     @property
     def log_with(self) -> list[str]:
