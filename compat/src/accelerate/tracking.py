@@ -17,9 +17,11 @@ from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
 from slipstream.observability.trackers.base import on_main_process
 from slipstream.observability.trackers.local import LocalTracker
-from slipstream.observability.trackers.registry import LoggerType as _AllTypes
-from slipstream.observability.trackers.registry import get_available_trackers as _installed_trackers
-from slipstream.observability.trackers.registry import missing_account
+from slipstream.observability.trackers.registry import (
+    LoggerType as _AllTypes,
+    get_available_trackers as _installed_trackers,
+    missing_account,
+)
 
 _forwarded, __getattr__, __dir__ = forward_names(
     __name__,
@@ -35,8 +37,7 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "accelerate.utils.versions": "compare_versions",
     },
 )
-_DEFINED_HERE = """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS MLflowTracker SwanLabTracker
-    TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process register_tracker_class""".split()
+_DEFINED_HERE = ["AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker", "GeneralTracker", "LOGGER_TYPE_TO_CLASS", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker", "TrackioTracker", "WandBTracker", "filter_trackers", "get_available_trackers", "on_main_process", "register_tracker_class"]
 __all__ = sorted([*_forwarded, *_DEFINED_HERE])
 
 
