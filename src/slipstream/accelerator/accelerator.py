@@ -34,6 +34,7 @@ from slipstream.checkpoint.saver import Saver
 from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfiguration
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.devices.table import RNGType
+from slipstream.distributed.gradient_state import GradientState
 from slipstream.distributed.state import AcceleratorState
 from slipstream.observability.options import ProfileKwargs
 from slipstream.observability.recorder import RunRecorder, attach_guards
@@ -100,14 +101,16 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         asked = sort_handlers(kwargs_handlers).with_on_nan(on_nan)
         if asked.init is not None:
             options = {**asked.init.to_kwargs(), **options}
-        self.state = AcceleratorState(mixed_precision, cpu, gradient_accumulation_steps=gradient_accumulation_steps, **options)
+        self.state = self._make_state(mixed_precision, cpu, gradient_accumulation_steps=gradient_accumulation_steps, **options)
         self.state.dynamo_plugin = resolve_dynamo(self.state, dynamo_backend, dynamo_plugin)
         self._handlers = asked.check_precision(self.state.mixed_precision)
         self.project_configuration = resolve_project(project_dir, project_config)
         self._components = assemble_components(
             self.state,
             self._handlers,
-            resolve_accumulation(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size),
+            self._make_gradient_state(
+                resolve_accumulation(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size)
+            ),
             resolve_dataloader_config(dataloader_config, split_batches),
             self.state.dynamo_plugin,
             resolve_sharding_setup(self.state, fsdp_plugin, parallelism_config),
@@ -123,6 +126,14 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         self._guards = attach_guards(self._components, self._handlers.guards)
         self._recorder = RunRecorder(self._components, self.project_configuration, self._choose_trackers(log_with), told)
         self._own = frozenset(vars(self))
+
+    # Factories, which the distribution that provides the name `accelerate` overrides: its states are shared by all Accelerators.
+
+    def _make_state(self, mixed_precision: str | None, cpu: bool, **options: Any) -> AcceleratorState:
+        return AcceleratorState(mixed_precision, cpu, **options)
+
+    def _make_gradient_state(self, plugin: GradientAccumulationPlugin) -> GradientState:
+        return GradientState(plugin)
 
     def __reduce__(self) -> Any:
         added = {name: value for name, value in vars(self).items() if name not in self._own and name != "_own"}

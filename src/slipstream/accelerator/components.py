@@ -186,7 +186,7 @@ class AcceleratorBase:
 def assemble_components(
     state: AcceleratorState,
     handlers: HandlerSet,
-    accumulation: GradientAccumulationPlugin,
+    gradient_state: GradientState,
     loader_config: DataLoaderConfiguration,
     dynamo: TorchDynamoPlugin | None,
     sharding: ShardingSetup | None,
@@ -196,12 +196,13 @@ def assemble_components(
     **settings: Any,
 ) -> Components:
     """Build the components and connect them."""
-    if handlers.ddp is not None and handlers.ddp.static_graph and (accumulation.num_steps or 1) > 1:
+    steps = gradient_state.num_steps
+    if handlers.ddp is not None and handlers.ddp.static_graph and steps > 1:
         raise ConfigError(
-            f"DistributedDataParallelKwargs(static_graph=True) with {accumulation.num_steps} batches per update: torch cannot leave out "
+            f"DistributedDataParallelKwargs(static_graph=True) with {steps} batches per update: torch cannot leave out "
             "the averaging of a static graph (it fails inside). Leave out static_graph, or accumulate over one batch."
         )
-    gradient_state, registry, ledger = GradientState(accumulation), PreparedObjects(), _make_ledger(state, handlers)
+    registry, ledger = PreparedObjects(), _make_ledger(state, handlers)
     gradient_state.meter = ledger.meter
     # Loaders hold this state, so what it holds must not hold them.
     gradient_state.metrics.count_updates = _update_counter(weakref.ref(registry))

@@ -168,11 +168,15 @@ class PreparationMixin(AcceleratorBase):
         if self._moves_to_device(device_placement) and optimizer.state and components.state.device.type != CPU.type:
             optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the device of the parameters
         components.strategy.map_optimizer(optimizer)
-        prepared = AcceleratedOptimizer(optimizer, components.stepper, components.strategy.step if components.strategy.averages else None)
+        prepared = self._wrap_optimizer(optimizer)
         components.registry.optimizers.append(prepared)
         if components.ledger.meter is not None:
             components.ledger.meter.without_optimizer = False
         return prepared
+
+    def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+        components = self._components
+        return AcceleratedOptimizer(optimizer, components.stepper, components.strategy.step if components.strategy.averages else None)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps once per update; see `training/scheduler.py`."""
@@ -180,11 +184,16 @@ class PreparationMixin(AcceleratorBase):
         for known in components.registry.schedulers:
             if scheduler is known or scheduler is known.scheduler:
                 return known
-        inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        prepared = self._wrap_scheduler(scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler)
+        components.registry.schedulers.append(prepared)
+        return prepared
+
+    def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        components = self._components
         state, registry = components.state, weakref.ref(components.registry)  # which will hold the scheduler
         repeats = components.scheduler_steps_per_process and not components.loader_config.split_batches
-        prepared = AcceleratedScheduler(
-            inner,
+        return AcceleratedScheduler(
+            scheduler,
             components.gradient_state,
             lambda optimizer: found.find_optimizer(optimizer) if (found := registry()) is not None else None,
             step_with_optimizer=components.step_scheduler_with_optimizer,
@@ -193,8 +202,6 @@ class PreparationMixin(AcceleratorBase):
             on_first_step=None if components.stepper.guards is None else components.stepper.guards.look_at_schedule,
             loaders_before=len(components.registry.loaders),
         )
-        components.registry.schedulers.append(prepared)
-        return prepared
 
     # -- loaders --------------------------------------------------------------------------------------------------
 
