@@ -1,16 +1,329 @@
-"""`Accelerator`: the class of Slipstream with the constructor, attributes and deliberate behaviour of Accelerate's."""
+"""`Accelerator`: the class of Slipstream with the constructor, attributes and deliberate behaviour of Accelerate's.
+
+What differs from `slipstream.Accelerator` on purpose: the states are shared by all Accelerators of a process (`state.py`); schedulers
+move once per process and update; arguments that have no effect in the chosen setting are warned about instead of refused, because scripts
+written for Accelerate pass them everywhere. Further keyword arguments are those of `slipstream.Accelerator`.
+"""
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
 from accelerate._accelerator_checkpoints import CheckpointsMixin
 from accelerate._accelerator_data import DataMixin
+from accelerate._accelerator_engines import EnginesMixin
 from accelerate._accelerator_trackers import TrackersMixin
 from accelerate._forwarding import forward_names
+from accelerate._gradient_state import GradientState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from slipstream.accelerator import Accelerator as _Accelerator
+from slipstream.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
+from slipstream.config.sources import environment
+from slipstream.errors import ConfigError
+from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
+from slipstream.strategies.ddp_options import DistributedDataParallelKwargs
+
+_split_batches = object()
+"""The default of `split_batches`, which Accelerate tells apart from True and False."""
+_WRAPPED_BY_FSDP = "models are sharded, and not wrapped in DistributedDataParallel"
 
 
-class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, _Accelerator):
-    """Prepare and run a training loop on one or many processes, as scripts written for Accelerate expect it."""
+class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Accelerator):
+    """Prepare and run a training loop on one or many processes, as scripts written for Accelerate expect it.
+
+    >>> accelerator = Accelerator(cpu=True)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> accelerator.backward(model(torch.ones(4, 2)).mean())
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _split_batches,  # type: ignore[assignment]
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        **options: Any,
+    ) -> None:
+        from accelerate.utils.dataclasses import DataLoaderConfiguration, TorchDynamoPlugin
+
+        self._models: list[torch.nn.Module] = []
+        handlers = list(kwargs_handlers or ())
+        self._refuse_engines(handlers, deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin)
+        init = next((handler for handler in handlers if isinstance(handler, InitProcessGroupKwargs)), None)
+        state_options = {name: options[name] for name in ("backend", "init_method", "timeout", "debug") if name in options}
+        first = not AcceleratorState._shared_state
+        state = AcceleratorState(
+            mixed_precision, cpu, _from_accelerator=True, **{**({} if init is None else init.to_kwargs()), **state_options}
+        )
+        if not first and fsdp_plugin is None:
+            fsdp_plugin, parallelism_config = state.fsdp_plugin, parallelism_config or state.parallelism_config
+        self._ineffective: dict[str, Any] = {}
+        handlers = self._leave_out_ineffective(handlers, state, fsdp_plugin)
+        if dynamo_backend is None and dynamo_plugin is None:
+            dynamo_plugin = TorchDynamoPlugin()
+        try:
+            super().__init__(
+                device_placement=device_placement,
+                split_batches=None if split_batches is _split_batches else split_batches,
+                mixed_precision=mixed_precision,
+                gradient_accumulation_steps=_choose_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
+                cpu=cpu,
+                dataloader_config=dataloader_config or DataLoaderConfiguration(),
+                fsdp_plugin=fsdp_plugin,
+                rng_types=rng_types,
+                log_with=log_with,
+                project_dir=project_dir,
+                project_config=project_config,
+                gradient_accumulation_plugin=gradient_accumulation_plugin,
+                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+                kwargs_handlers=handlers or None,
+                dynamo_backend=dynamo_backend,
+                dynamo_plugin=dynamo_plugin,
+                parallelism_config=parallelism_config,
+                scheduler_steps_per_process=options.pop("scheduler_steps_per_process", True),
+                **options,
+            )
+        except BaseException:
+            if first:
+                AcceleratorState._reset_state()  # else the next Accelerator would inherit the settings of one that was never made
+            raise
+        self._components.gradient_state.set_closing = self._components.stepper.set_closing
+        self.step = 0
+        """Accelerate counts batches here; the windows of this class are counted for each model. Kept for scripts that read it."""
+        self._own = frozenset(vars(self))
+
+    # -- assembly -------------------------------------------------------------------------------------------------
+
+    def _make_state(self, mixed_precision: str | None, cpu: bool, **options: Any) -> AcceleratorState:
+        steps = options.pop("gradient_accumulation_steps", None)
+        state = AcceleratorState(mixed_precision, cpu, _from_accelerator=True, **options)
+        self._asked_steps = steps
+        return state
+
+    def _make_gradient_state(self, plugin: GradientAccumulationPlugin) -> GradientState:
+        if self._asked_steps is not None:
+            plugin.num_steps = self._asked_steps
+        return GradientState(plugin)
+
+    def _leave_out_ineffective(self, handlers: list[Any], state: AcceleratorState, fsdp_plugin: Any) -> list[Any]:
+        """Return the handlers that have an effect here, and warn about the others; the attributes still show them."""
+        kept = []
+        for handler in handlers:
+            reason = _why_without_effect(handler, state, fsdp_plugin)
+            if reason is None:
+                kept.append(handler)
+            else:
+                self._ineffective[type(handler).__name__] = handler
+                warnings.warn(f"{type(handler).__name__} has no effect here: {reason}.", stacklevel=3)
+        return kept
+
+    def __reduce__(self) -> Any:
+        kind, (_, arguments, added) = super().__reduce__()
+        return _rebuild, (type(self), arguments, added, list(self._dataloaders))
+
+    # -- what was prepared ----------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None, **slipstream: Any) -> Any:
+        """Prepare objects for this run and return them in order. `device_map` and `offload_folder` are those of Slipstream."""
+        results = super().prepare(*args, device_placement=device_placement, **slipstream)
+        for given, result in zip(args, (results,) if len(args) == 1 else results, strict=True):
+            if given is not result or isinstance(result, torch.nn.Module):
+                _mark_prepared(result)
+        return results
+
+    def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> torch.nn.Module:
+        """Move one model to the device, apply precision, compile and wrap it; with `evaluation_mode` it is not wrapped."""
+        _check_quantized(model)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if not any(known is prepared for known in self._models):
+            self._models.append(prepared)
+        _mark_prepared(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Wrap an optimizer so that it steps where an update ends."""
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.stepper is not self._components.stepper:
+            optimizer = optimizer.optimizer  # of another Accelerator, or made by the script
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        _mark_prepared(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Wrap a scheduler so that it follows the updates of its optimizer."""
+        prepared = super().prepare_scheduler(scheduler)
+        _mark_prepared(prepared)
+        return prepared
+
+    def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+        components = self._components
+        check = components.strategy.step if components.strategy.averages else None
+        return AcceleratedOptimizer(optimizer, components.device_placement, stepper=components.stepper, check=check)
+
+    def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        components = self._components
+        own = getattr(scheduler, "optimizer", None)
+        found = own if isinstance(own, AcceleratedOptimizer) else components.registry.find_optimizer(own)
+        once = components.loader_config.split_batches or not components.scheduler_steps_per_process
+        guards = components.stepper.guards
+        return AcceleratedScheduler(
+            scheduler,
+            self._optimizers if found is None else [found],
+            components.step_scheduler_with_optimizer,
+            once,
+            moves=1 if once else components.data_rank.world_size,
+            check_same=lambda value: self.state.verify_replicas(metric=float(value)),
+            on_first_step=None if guards is None else guards.look_at_schedule,
+            loaders_before=len(components.registry.loaders),
+        )
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return self._components.registry.optimizers
+
+    @_optimizers.setter
+    def _optimizers(self, value: list[Any]) -> None:
+        self._components.registry.optimizers = value
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return self._components.registry.schedulers
+
+    @_schedulers.setter
+    def _schedulers(self, value: list[Any]) -> None:
+        self._components.registry.schedulers = value
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._components.registry.loaders
+
+    @_dataloaders.setter
+    def _dataloaders(self, value: list[Any]) -> None:
+        self._components.registry.loaders = value
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Release all prepared objects and cached memory; assign the result to the names: `model, = free_memory(model)`."""
+        self._models.clear()
+        self.step = 0
+        count = len(objects)
+        del objects
+        super().free_memory()
+        return [None] * count
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of a loss; `weight=` (of Slipstream) says that it is a sum over that many samples or tokens."""
+        stepper = self._components.stepper
+        if not stepper.models:
+            stepper._losses_to_check = 0  # a model that the script wrapped itself, as the Trainer allows
+        super().backward(loss, **kwargs)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """See `DataLoaderConfiguration.use_seedable_sampler`."""
+        return bool(self._components.loader_config.use_seedable_sampler)
+
+    @property
+    def ddp_handler(self) -> Any:
+        """The DistributedDataParallelKwargs that were given, or None."""
+        return self._handlers.ddp or self._ineffective.get("DistributedDataParallelKwargs")
+
+    @property
+    def scaler_handler(self) -> Any:
+        """The GradScalerKwargs that were given, or None."""
+        return self._handlers.scaler or self._ineffective.get("GradScalerKwargs")
+
+    @property
+    def autocast_handler(self) -> Any:
+        """The AutocastKwargs that were given, or None."""
+        return self._handlers.autocast or self._ineffective.get("AutocastKwargs")
+
+
+def _choose_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int | None:
+    """Return the batches per update; the variable of the launcher is stronger than the argument, as in Accelerate."""
+    told = environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    if plugin is not None:
+        if steps != 1:
+            raise ConfigError(
+                f"Accelerator(gradient_accumulation_steps={steps}, gradient_accumulation_plugin=...): pass one of them, e.g. "
+                f"GradientAccumulationPlugin(num_steps={steps})"
+            )
+        return None
+    if told is not None:
+        steps = int(told)
+    return None if steps == 1 else steps
+
+
+def _why_without_effect(handler: Any, state: AcceleratorState, fsdp_plugin: Any) -> str | None:
+    precision = state.mixed_precision
+    if isinstance(handler, GradScalerKwargs) and precision != "fp16":
+        return f"only fp16 scales losses, and mixed_precision is {precision!r}"
+    if isinstance(handler, AutocastKwargs) and precision == "no":
+        return "mixed_precision is 'no', so models do not autocast; pass it to accelerator.autocast(...)"
+    if isinstance(handler, AORecipeKwargs) and precision != "fp8":
+        return f"it is for fp8, and mixed_precision is {precision!r}"
+    if isinstance(handler, DistributedDataParallelKwargs) and fsdp_plugin is not None:
+        return _WRAPPED_BY_FSDP
+    return None
+
+
+def _check_quantized(model: torch.nn.Module) -> None:
+    """Raise for a model in 4 or 8 bits whose weights are partly in host memory or on disk: bitsandbytes cannot train it."""
+    places = getattr(model, "hf_device_map", None)
+    if not places or not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
+        return
+    here = globals()
+    multi_backend = here.get("is_bitsandbytes_multi_backend_available") or __getattr__("is_bitsandbytes_multi_backend_available")
+    xpu = here.get("is_xpu_available") or __getattr__("is_xpu_available")
+    if any(str(place) in ("cpu", "disk") for place in places.values()) and not multi_backend() and not xpu():
+        raise ConfigError(
+            "a model in 8 or 4 bits with CPU or disk offload cannot be trained: its device map is "
+            f"{places}. Load it with a device map that puts all of it on accelerators."
+        )
+
+
+def _mark_prepared(value: Any) -> None:
+    """Set the mark by which Accelerate knows prepared objects."""
+    try:
+        value._is_accelerate_prepared = True
+    except AttributeError:  # an object that takes no attributes
+        return
+
+
+def _rebuild(kind: type[Accelerator], arguments: dict[str, Any], added: dict[str, Any], loaders: list[Any]) -> Accelerator:
+    """Rebuild an Accelerator in this process from `Accelerator.__reduce__`; a subclass's own `__init__` is not called."""
+    accelerator = kind.__new__(kind)
+    options = {name: value for name, value in arguments.items() if value is not None}
+    Accelerator.__init__(accelerator, **options)
+    vars(accelerator).update(added)
+    accelerator._dataloaders.extend(loaders)
+    return accelerator
 
 
 _forwarded, __getattr__, __dir__ = forward_names(
