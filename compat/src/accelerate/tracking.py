@@ -37,7 +37,11 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "accelerate.utils.versions": "compare_versions",
     },
 )
-_DEFINED_HERE = ["AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker", "GeneralTracker", "LOGGER_TYPE_TO_CLASS", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker", "TrackioTracker", "WandBTracker", "filter_trackers", "get_available_trackers", "on_main_process", "register_tracker_class"]
+_DEFINED_HERE = [
+    "AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker", "GeneralTracker", "LOGGER_TYPE_TO_CLASS", "MLflowTracker",
+    "SwanLabTracker", "TensorBoardTracker", "TrackioTracker", "WandBTracker", "filter_trackers", "get_available_trackers",
+    "on_main_process", "register_tracker_class",
+]  # fmt: skip
 __all__ = sorted([*_forwarded, *_DEFINED_HERE])
 
 

@@ -105,12 +105,11 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         self.state.dynamo_plugin = resolve_dynamo(self.state, dynamo_backend, dynamo_plugin)
         self._handlers = asked.check_precision(self.state.mixed_precision)
         self.project_configuration = resolve_project(project_dir, project_config)
+        accumulation = resolve_accumulation(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size)
         self._components = assemble_components(
             self.state,
             self._handlers,
-            self._make_gradient_state(
-                resolve_accumulation(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size)
-            ),
+            self._make_gradient_state(accumulation),
             resolve_dataloader_config(dataloader_config, split_batches),
             self.state.dynamo_plugin,
             resolve_sharding_setup(self.state, fsdp_plugin, parallelism_config),
