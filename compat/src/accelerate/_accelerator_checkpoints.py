@@ -1,9 +1,167 @@
-"""Methods of `Accelerator` about checkpoints and saved models."""
+"""Methods of `Accelerator` that save and load checkpoints, weights and objects, with Accelerate's signatures.
+
+Checkpoints are Slipstream's: committed, checksummed and without pickle. `checkpoint_format="accelerate"` of `save_state`, or
+ACCELERATE_CHECKPOINT_FORMAT=accelerate, writes the layout that the real package loads. `load_state` reads both.
+"""
 
 from __future__ import annotations
 
-__all__ = ["CheckpointsMixin"]
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CheckpointsMixin", "choose_format"]
+
+_FORMATS = ("slipstream", "accelerate")
+_VARIABLE = "ACCELERATE_CHECKPOINT_FORMAT"
 
 
 class CheckpointsMixin:
     """The checkpoint side of `accelerate.Accelerator`. Its methods come before those of `slipstream.Accelerator`."""
+
+    _format_writer: Any = None
+
+    # -- what is saved --------------------------------------------------------------------------------------------
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._saver.objects
+
+    @property
+    def _save_model_state_pre_hook(self) -> Any:
+        return self._saver.save_hooks
+
+    @property
+    def _load_model_state_pre_hook(self) -> Any:
+        return self._saver.load_hooks
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects to what `save_state` saves, through their `state_dict` and `load_state_dict`. Prepared objects may be among them."""
+        from slipstream.errors import ConfigError
+
+        wrong = []
+        for index, value in enumerate(objects):
+            missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(value, name, None))]
+            if missing or isinstance(value, type):
+                wrong.append(f"Item at index {index}: a {type(value).__name__} without {' and '.join(missing) or 'being an object'}")
+        if wrong:
+            raise ConfigError("register_for_checkpointing needs objects with state_dict and load_state_dict.\n" + "\n".join(wrong))
+        known = self._saver.objects
+        known.extend(value for value in objects if not any(value is other for other in known))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Save everything that was prepared or registered, and return the path of the checkpoint.
+
+        `checkpoint_format` is "slipstream" (the default) or "accelerate". Slipstream's `async_save`, `metric`, `dedup` and
+        `max_shard_size` are taken for its own format. `safe_serialization=False` adds `pytorch_model.bin` to a checkpoint, or writes it
+        in the place of `model.safetensors` in Accelerate's format.
+        """
+        from slipstream.errors import ConfigError
+
+        chosen, origin = choose_format(save_model_func_kwargs.pop("checkpoint_format", None))
+        if not isinstance(safe_serialization, bool):
+            raise ConfigError(f"save_state(safe_serialization={safe_serialization!r}): write True or False")
+        if chosen == "accelerate":
+            misplaced = sorted(name for name, value in save_model_func_kwargs.items() if value is not None and value is not False)
+            if misplaced:
+                raise ConfigError(
+                    f"save_state got {', '.join(misplaced)}, for which the format of Accelerate ({origin}) has no place: leave it out, or "
+                    "save in Slipstream's format"
+                )
+            return self._save_in_accelerate_format(output_dir, safe_serialization)
+        with self._extra_torch_files() if not safe_serialization else _nothing():
+            return super().save_state(output_dir, **save_model_func_kwargs)
+
+    def _save_in_accelerate_format(self, output_dir: Any, safe_serialization: bool) -> str:
+        if self._format_writer is None:
+            from accelerate._checkpoint_writer import AccelerateFormatWriter
+
+            self._format_writer = AccelerateFormatWriter(self)
+        with self._recorder.timed("checkpoint") as details:
+            path = self._format_writer.save(output_dir, safe_serialization=safe_serialization)
+            details.update(path=path, text=os.path.basename(path), behind=False)
+        return path
+
+    @contextmanager
+    def _extra_torch_files(self) -> Iterator[None]:
+        """Have `pytorch_model.bin` written into the checkpoint as well: scripts that ask for it look for it there."""
+        if not self._components.strategy.replicated:
+            from slipstream.logging import get_logger
+
+            get_logger(__name__).warning_once(
+                "save_state(safe_serialization=False) has no effect on sharded weights: they are written in shards. "
+                "checkpoint_format='accelerate' writes what Accelerate does."
+            )
+            yield
+            return
+
+        def write(models: Any, weights: list[Any], folder: str) -> None:
+            if self._saver.writes:
+                from accelerate.checkpointing import numbered, torch_writer
+
+                for number, state in enumerate(weights):
+                    torch_writer(state)(str(Path(folder) / numbered("pytorch_model", number, ".bin")))
+
+        handle = super().register_save_state_pre_hook(write)  # runs last, after the hooks of the script have removed what they save
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> str:
+        """Load a checkpoint of Slipstream or of Accelerate 1.15, and return the path that was loaded.
+
+        `map_location` is "cpu" or "on_device"; `strict=False` leaves out weights that are missing or unknown. As in Accelerate, loaders
+        begin their epoch anew, in the same order, and `skip_first_batches` continues it; those with `use_stateful_dataloader` continue
+        by themselves. `resume=True` lets all of them continue. `load_kwargs={"weights_only": False}` unpickles what only that can read.
+        """
+        from accelerate.checkpointing import check_map_location
+
+        given = dict(load_model_func_kwargs)
+        if "map_location" in given:
+            check_map_location(given.pop("map_location"))
+        if given.get("strict") is True:
+            given["strict"] = None  # there it is about weights, which are compared in any case
+        if given.get("resume") is None:
+            given["resume"] = bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
+        return super().load_state(input_dir, load_kwargs, **given)
+
+    # -- weights and objects --------------------------------------------------------------------------------------
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write one object to a file on the main process (or one of each machine), by `torch.save` unless `safe_serialization`."""
+        from accelerate._object_files import save
+
+        save(obj, f, save_on_each_node=self.project_configuration.save_on_each_node, safe_serialization=safe_serialization)
+
+
+def choose_format(given: str | None) -> tuple[str, str]:
+    """Return the format of a checkpoint, and where that was said.
+
+    >>> choose_format("accelerate")
+    ('accelerate', "checkpoint_format='accelerate'")
+    """
+    from slipstream.config.sources import environment
+    from slipstream.errors import ConfigError
+
+    named = environment().get(_VARIABLE) or None
+    origin = f"checkpoint_format={given!r}" if given is not None else f"{_VARIABLE}={named}"
+    chosen = given if given is not None else named
+    if chosen is None:
+        return _FORMATS[0], "default"
+    if chosen not in _FORMATS:
+        raise ConfigError(f"{origin}: there is no such format of checkpoints. Write {' or '.join(map(repr, _FORMATS))}.")
+    return str(chosen), origin
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -174,8 +174,10 @@ def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
     return MANIFEST not in names and (any(map(_marks_checkpoint, names)) or _other_layout(names) is not None)
 
 
-def read_accelerate_checkpoint(folder: str | os.PathLike[str], *, allow_pickle: bool = False) -> AccelerateCheckpoint:
-    """Return the content of a checkpoint of Accelerate.
+def read_accelerate_checkpoint(
+    folder: str | os.PathLike[str], *, allow_pickle: bool = False, scheduler_moves: int = 1
+) -> AccelerateCheckpoint:
+    """Return the content of a checkpoint of Accelerate. `scheduler_moves` is how often schedulers of this run step per update.
 
     With `allow_pickle=True`, files with objects of other classes are unpickled, which runs code that they name. Use it only for
     checkpoints from a source that you trust.
@@ -183,7 +185,7 @@ def read_accelerate_checkpoint(folder: str | os.PathLike[str], *, allow_pickle: 
     with ConfinedFolder(folder) as opened:
         names = _names(opened)
         _check_layout(opened, names)
-        return _FolderReader(opened, names, allow_pickle).read()
+        return _FolderReader(opened, names, allow_pickle, scheduler_moves).read()
 
 
 def _names(folder: ConfinedFolder) -> frozenset[str]:
@@ -221,8 +223,9 @@ def _check_layout(folder: ConfinedFolder, names: frozenset[str]) -> None:
 class _FolderReader:
     """Reads one folder, and collects warnings about what it leaves out."""
 
-    def __init__(self, folder: ConfinedFolder, names: frozenset[str], allow_pickle: bool) -> None:
+    def __init__(self, folder: ConfinedFolder, names: frozenset[str], allow_pickle: bool, scheduler_moves: int) -> None:
         self._folder = folder
+        self._scheduler_moves = scheduler_moves
         self._names = names
         self._allow_pickle = allow_pickle
         self._warnings: list[str] = []
@@ -257,7 +260,7 @@ class _FolderReader:
             self._warnings.append(
                 "Accelerate saved no position in the data here: loaders start an epoch; use skip_first_batches if you know the position"
             )
-        if has_schedulers and world > 1:
+        if has_schedulers and world > 1 and self._scheduler_moves != world:
             self._warnings.append(
                 f"{self._folder.path} was saved by {world} processes of a library that steps schedulers {world} times per update: the "
                 "schedule continues at its position. Pass Accelerator(scheduler_steps_per_process=True) to step it in that way."

@@ -31,7 +31,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
 
-from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, RankFile, read_manifest_or_none
+from slipstream.checkpoint.manifest import (
+    ACCELERATE_FILE,
+    FSDP_MODEL_NAME,
+    LATEST,
+    MANIFEST,
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    SAFE_MODEL_NAME,
+    Manifest,
+    RankFile,
+    read_manifest_or_none,
+)
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.checksum import Bytes, digest
 from slipstream.files.disk import Disk, FileEntry
@@ -50,6 +61,10 @@ __all__ = [
 HiddenKind = Literal["saving", "was", "removing"]
 
 _HIDDEN: Final = re.compile(r"\.(?P<stem>.+)\.((?P<kind>saving|was|removing)-[0-9a-f]{8}|lock)", re.DOTALL)
+_ACCELERATE_WEIGHTS: Final = re.compile(
+    rf"{SAFE_MODEL_NAME}(_\d+)?\.safetensors|({MODEL_NAME}|{FSDP_MODEL_NAME})(_\d+)?\.bin|({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+/.+"
+)
+"""Files of weights, and those below folders of torch.distributed.checkpoint, in the layout of Accelerate."""
 _LONGEST_STEM: Final = 200  # with prefix and suffix, a name stays below the 255 bytes that file systems allow
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _CHILD_GRACE_SECONDS: Final = 10.0
@@ -244,9 +259,15 @@ def _checkpoint_files(old: Path, new: Path) -> set[str]:
     if manifest is not None:
         return {MANIFEST, *manifest.files, *ranks}
     if not os.path.lexists(old / MANIFEST):
-        return ranks
+        # A checkpoint in the layout of Accelerate, replaced by another: leftovers of the old one would be read with the new one.
+        return ranks if os.path.lexists(new / MANIFEST) else ranks | _files_in_layout_of_accelerate(old)
     # A checkpoint with a damaged manifest: files with a successor of the same name belonged to it.
     return {MANIFEST, *ranks, *(successor.files if successor else ())}
+
+
+def _files_in_layout_of_accelerate(folder: Path) -> set[str]:
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {name for name in names if ACCELERATE_FILE.fullmatch(name) or _ACCELERATE_WEIGHTS.fullmatch(name)}
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
@@ -413,11 +434,15 @@ class LocalStage:
             self._disk.remove(path)  # it was replaced after it was read
             return False
 
-    def commit(self, manifest: bytes) -> None:
-        """Write the manifest and move the stage into place. Afterwards the checkpoint is there, or an error says why not."""
+    def commit(self, manifest: bytes | None) -> None:
+        """Write the manifest and move the stage into place. Afterwards the checkpoint is there, or an error says why not.
+
+        Without a manifest, which the layouts of other libraries do not have, nothing can tell later whether the files changed.
+        """
         try:
-            with _explain_os_errors(self.target, self._disk, needed=len(manifest)):
-                self._disk.write(self.folder / MANIFEST, [manifest], len(manifest))
+            with _explain_os_errors(self.target, self._disk, needed=len(manifest or b"")):
+                if manifest is not None:
+                    self._disk.write(self.folder / MANIFEST, [manifest], len(manifest))
                 self._disk.set_mode(self.folder, self._mode)
                 self._sync_folders(self.folder)
                 _check_target(self.target)
@@ -486,7 +511,7 @@ class JoinedStage(LocalStage):
                 "that is sharded over processes needs a folder on a file system that all of them share, or a URL."
             )
 
-    def commit(self, manifest: bytes) -> None:
+    def commit(self, manifest: bytes | None) -> None:
         raise CheckpointError(f"{self.target} is committed by the process that began it.")
 
     def abandon(self) -> None:

@@ -359,7 +359,7 @@ def read_saved_state(checkpoint: Checkpoint, where: str) -> SavedState:
     )
 
 
-def _read_accelerate(folder: Path, allow_pickle: bool) -> SavedState | None:
+def _read_accelerate(saver: Saver, folder: Path, allow_pickle: bool) -> SavedState | None:
     """Return the parts of a checkpoint of Accelerate, or None if the folder is not one."""
     if (folder / MANIFEST).exists():
         return None
@@ -367,7 +367,8 @@ def _read_accelerate(folder: Path, allow_pickle: bool) -> SavedState | None:
 
     if not is_accelerate_checkpoint(folder):
         return None
-    found = read_accelerate_checkpoint(folder, allow_pickle=allow_pickle)
+    moves = max((scheduler.moves for scheduler in saver.components.registry.schedulers), default=1)
+    found = read_accelerate_checkpoint(folder, allow_pickle=allow_pickle, scheduler_moves=moves)
     updates = [_count_steps(state) for state in found.optimizers]
     return SavedState(
         where=str(folder),
@@ -431,13 +432,13 @@ def locate_checkpoint(saver: Saver, input_dir: Any, allow_pickle: bool, unusable
         return _read_remote(where, unusable, numbered=input_dir is None, in_parts=in_parts)
     alone, folder = saver.components.state.num_processes == 1, Path(local_path(where)).expanduser()
     if input_dir is not None:
-        if (found := _read_accelerate(folder, allow_pickle)) is not None:
+        if (found := _read_accelerate(saver, folder, allow_pickle)) is not None:
             return found
         if (folder / MANIFEST).exists() or not numbered_checkpoints(folder):
             return read_saved_state(open_checkpoint(folder, alone=alone, in_parts=in_parts), str(folder))
     # If the highest number is a checkpoint of Accelerate, that one is meant; older ones are not considered.
     here = numbered_checkpoints(folder)
-    if here and (found := _read_accelerate(here[-1][1], allow_pickle)) is not None:
+    if here and (found := _read_accelerate(saver, here[-1][1], allow_pickle)) is not None:
         return found
     candidates = _Candidates(folder)
     newest = open_newest(
