@@ -1,9 +1,1 @@
-"""Names of `accelerate.commands`."""
-
-from accelerate._forwarding import forward_names
-
-__all__, __getattr__, __dir__ = forward_names(
-    __name__,
-    {
-    },
-)
+"""The console command `accelerate`: its subcommands, each in a module with a parser and a function."""

@@ -1,10 +1,42 @@
-"""Names of `accelerate.commands.test`."""
+"""`accelerate test`: run the bundled script that checks the runtime, with the configuration of ordinary jobs."""
 
-from accelerate._forwarding import forward_names
+from __future__ import annotations
 
-__all__, __getattr__, __dir__ = forward_names(
-    __name__,
-    {
-        "accelerate.test_utils.testing": "execute_subprocess_async path_in_accelerate_package",
-    },
-)
+import argparse
+import sys
+from typing import Any
+
+__all__ = ["main", "test_command", "test_command_parser"]
+
+
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028  # no test
+    """Return the parser of `accelerate test`."""
+    description = "Check that processes can work together and train here, with the configuration of ordinary jobs."
+    if subparsers is not None:
+        parser = subparsers.add_parser("test", description=description)
+    else:
+        parser = argparse.ArgumentParser("Accelerate test command", description=description)
+    parser.add_argument("--config_file", default=None, help="The configuration to use, instead of the default one.")
+    if subparsers is not None:
+        parser.set_defaults(func=test_command)
+    return parser
+
+
+def test_command(args: argparse.Namespace) -> None:
+    """Run the script, and say how it went; a failure raises with the output."""
+    from accelerate.test_utils.testing import execute_subprocess_async, path_in_accelerate_package
+
+    script = path_in_accelerate_package("test_utils", "scripts", "test_script.py")
+    options = [] if args.config_file is None else [f"--config_file={args.config_file}"]
+    result = execute_subprocess_async([sys.executable, "-m", "accelerate.commands.launch", *options, str(script)])
+    if result.returncode == 0:
+        print("Everything that was checked works.")
+
+
+def main() -> None:
+    """Run the command."""
+    test_command(test_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -13,12 +13,12 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from accelerate._enumerations import ComputeEnvironment, SageMakerDistributedType
 from accelerate._forwarding import forward_names
 from accelerate._unsupported import placeholder_class, placeholder_function, raise_unsupported
 from slipstream.config.handlers import InitProcessGroupKwargs as _InitProcessGroupKwargs
 from slipstream.config.sources import parse_flag_from_env, str_to_bool
 from slipstream.data.options import DataLoaderConfiguration as _DataLoaderConfiguration
-from slipstream.devices.table import StringEnum
 from slipstream.errors import ConfigError
 from slipstream.parallel.compile import TorchDynamoPlugin as _TorchDynamoPlugin
 from slipstream.strategies.ddp_options import DistributedDataParallelKwargs as _DistributedDataParallelKwargs
@@ -62,21 +62,6 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
     def list(cls) -> list[str]:
         """Return the values."""
         return [str(member.value) for member in cls]
-
-
-class SageMakerDistributedType(StringEnum):
-    """How Amazon SageMaker starts a job. Its launcher is not supported; config files name it."""
-
-    NO = "NO"
-    DATA_PARALLEL = "DATA_PARALLEL"
-    MODEL_PARALLEL = "MODEL_PARALLEL"
-
-
-class ComputeEnvironment(StringEnum):
-    """Where a job runs, as config files of Accelerate write it."""
-
-    LOCAL_MACHINE = "LOCAL_MACHINE"
-    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 # -- handlers and options with the defaults of Accelerate ---------------------------------------------------------------

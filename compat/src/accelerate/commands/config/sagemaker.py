@@ -1,12 +1,33 @@
-"""Names of `accelerate.commands.config.sagemaker`."""
+"""The questionnaire for SageMaker jobs. They are not started from here, so it says so and asks nothing."""
 
-from accelerate._forwarding import forward_names
+from __future__ import annotations
 
-__all__, __getattr__, __dir__ = forward_names(
-    __name__,
-    {
-        "accelerate.commands.config.config_args": "SageMakerConfig",
-        "accelerate.utils.dataclasses": "ComputeEnvironment SageMakerDistributedType",
-        "accelerate.utils.imports": "is_boto3_available",
-    },
-)
+from typing import Any, NoReturn
+
+from accelerate._enumerations import ComputeEnvironment, SageMakerDistributedType
+from accelerate.commands.config.config_args import SageMakerConfig
+from slipstream.errors import ConfigError
+
+__all__ = ["ComputeEnvironment", "SageMakerConfig", "SageMakerDistributedType", "get_sagemaker_input"]
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError(
+        "Slipstream starts no SageMaker jobs, so there is nothing to configure for them. Submit the job with SageMaker's own tools; "
+        "a script that they start finds its processes by itself."
+    )
+
+
+def get_sagemaker_input() -> SageMakerConfig:
+    """Raise: SageMaker jobs are not started from here."""
+    _refuse()
+
+
+def _create_iam_role_for_sagemaker(role_name: str) -> Any:
+    """Raise: SageMaker jobs are not started from here."""
+    _refuse()
+
+
+def _get_iam_role_arn(role_name: str) -> Any:
+    """Raise: SageMaker jobs are not started from here."""
+    _refuse()
