@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from slipstream.errors import ConfigError
 
-__all__ = ["UnsupportedError", "explain", "placeholder_class", "placeholder_function", "raise_unsupported"]
+__all__ = ["UnsupportedError", "explain", "placeholder_class", "placeholder_function", "placeholders", "raise_unsupported"]
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
@@ -75,3 +75,13 @@ def placeholder_function(name: str, engine: str, module: str) -> Callable[..., N
     call.__name__ = call.__qualname__ = name
     call.__module__, call.__doc__ = module, f"Not supported. {ENGINES[engine]}"
     return call
+
+
+def placeholders(module: str, engine: str, *, classes: str = "", functions: str = "") -> dict[str, Any]:
+    """Return placeholders by name, for a module of an engine that is not supported.
+
+    >>> sorted(placeholders("accelerate.utils.torch_xla", "torch_xla", functions="install_xla"))
+    ['install_xla']
+    """
+    made: dict[str, Any] = {name: placeholder_class(name, engine, module) for name in classes.split()}
+    return made | {name: placeholder_function(name, engine, module) for name in functions.split()}

@@ -336,8 +336,11 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "accelerate.parallelism_config": "ParallelismConfig",
         "accelerate.scheduler": "AcceleratedScheduler",
         "accelerate.state": "AcceleratorState GradientState PartialState",
-        "accelerate.tracking": "GeneralTracker filter_trackers",
+        "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
         "accelerate.utils.ao": "convert_model_to_fp8_ao",
+        "accelerate.utils.constants": """DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME PROFILE_PATTERN_NAME
+            SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME
+            WEIGHTS_PATTERN_NAME""",
         "accelerate.utils.dataclasses": """AORecipeKwargs AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin
             DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs
             FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
@@ -361,8 +364,6 @@ _forwarded, __getattr__, __dir__ = forward_names(
             is_compiled_module model_has_dtensor save wait_for_everyone""",
         "accelerate.utils.transformer_engine": "apply_fp8_autowrap convert_model",
         "accelerate.utils.versions": "compare_versions is_torch_version",
-        "slipstream.utils": """MODEL_NAME PROFILE_PATTERN_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
-            SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
     },
 )
 

@@ -1,15 +1,23 @@
 """Names of `accelerate.utils`."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from accelerate._forwarding import forward_names
 from accelerate.utils.tqdm import tqdm  # noqa: F401  # the function, which importing the module of that name would hide
 
-__all__, __getattr__, __dir__ = forward_names(
+__all__, _find, __dir__ = forward_names(
     __name__,
     {
         "accelerate.commands.config.default": "write_basic_config",
         "accelerate.parallelism_config": "ParallelismConfig",
         "accelerate.utils.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
         "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
+        "accelerate.utils.constants": """MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME
+            RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME
+            SCHEDULER_NAME TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+            XPU_PROFILING_AVAILABLE_PYTORCH_VERSION""",
         "accelerate.utils.dataclasses": """AORecipeKwargs AutocastKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype
             DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
             DeepSpeedSequenceParallelConfig DistributedDataParallelKwargs DistributedType DynamoBackend
@@ -70,8 +78,21 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.tqdm": "tqdm",
         "accelerate.utils.transformer_engine": "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers",
         "accelerate.utils.versions": "compare_versions is_torch_version",
-        "slipstream.utils": """MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME
-            SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME
-            SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
     },
 )
+
+_WITH_DEEPSPEED = (
+    "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper", "DummyOptim", "DummyScheduler",
+    "HfDeepSpeedConfig", "get_active_deepspeed_plugin", "map_pytorch_optim_to_deepspeed",
+)  # fmt: skip
+"""Names that are here only where the package deepspeed is installed: transformers asks for it by them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_DEEPSPEED:
+        from accelerate.utils import deepspeed
+        from accelerate.utils.imports import is_deepspeed_available
+
+        if is_deepspeed_available():
+            return getattr(deepspeed, name)
+    return _find(name)

@@ -255,10 +255,15 @@ parse_gpt2_config = placeholder_function("parse_gpt2_config", "megatron", __name
 parse_t5_config = placeholder_function("parse_t5_config", "megatron", __name__)
 parse_llama_config = placeholder_function("parse_llama_config", "megatron", __name__)
 parse_glm4_moe_config = placeholder_function("parse_glm4_moe_config", "megatron", __name__)
+MODEL_CONFIGS_TO_MEGATRON_PARSERS = {
+    "megatron-bert": parse_bert_config, "gpt2": parse_gpt2_config, "t5": parse_t5_config, "llama": parse_llama_config,
+    "glm4_moe": parse_glm4_moe_config,
+}  # fmt: skip
 
 __all__ = [
     "BaseEnum", "ComputeEnvironment", "DataLoaderConfiguration", "DeepSpeedPlugin", "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs", "EnumWithContains", "FullyShardedDataParallelPlugin", "InitProcessGroupKwargs", "MegatronLMPlugin",
+    "DistributedDataParallelKwargs", "EnumWithContains", "FullyShardedDataParallelPlugin", "InitProcessGroupKwargs",
+    "MODEL_CONFIGS_TO_MEGATRON_PARSERS", "MegatronLMPlugin",
     "SageMakerDistributedType", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin", "add_model_config_to_megatron_parser", "parse_bert_config", "parse_flag_from_env",
     "parse_glm4_moe_config", "parse_gpt2_config", "parse_llama_config", "parse_t5_config", "str_to_bool", *_forwarded,

@@ -1,14 +1,21 @@
-"""Names of `accelerate.utils.other`."""
+"""Small helpers: saving, compiling by region, unwrapping models, dictionaries, ports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 from accelerate._forwarding import forward_names
 
-__all__, __getattr__, __dir__ = forward_names(
+_forwarded, __getattr__, __dir__ = forward_names(
     __name__,
     {
         "accelerate._object_files": "load save",
         "accelerate.commands.config.default": "write_basic_config",
         "accelerate.logging": "get_logger",
         "accelerate.state": "PartialState",
+        "accelerate.utils.constants": "FSDP_PYTORCH_VERSION",
         "accelerate.utils.dataclasses": "DistributedType",
         "accelerate.utils.imports": """is_deepspeed_available is_numpy_available is_torch_distributed_available
             is_torch_xla_available is_weights_only_available""",
@@ -22,3 +29,14 @@ __all__, __getattr__, __dir__ = forward_names(
             recursive_getattr wait_for_everyone""",
     },
 )
+__all__ = sorted(["TORCH_SAFE_GLOBALS", "compile_regions_deepspeed", *_forwarded])
+
+TORCH_SAFE_GLOBALS: list[Any] = []
+"""Further classes that `load` may rebuild from a pickle; Slipstream's own list is fixed, and this one is empty."""
+
+
+def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the repeated blocks of a module in place, as `compile_regions` does; there is no DeepSpeed engine to spare."""
+    from slipstream.utils import compile_regions
+
+    compile_regions(module, **compile_kwargs)

@@ -1,9 +1,9 @@
-"""Names of `accelerate.utils.torch_xla`."""
+"""Names of `accelerate.utils.torch_xla`: this version of Slipstream does not run on torch_xla."""
 
-from accelerate._forwarding import forward_names
+from __future__ import annotations
 
-__all__, __getattr__, __dir__ = forward_names(
-    __name__,
-    {
-    },
-)
+from accelerate._unsupported import placeholders
+
+_placeholders = placeholders(__name__, "torch_xla", functions="install_xla")
+globals().update(_placeholders)
+__all__ = sorted(_placeholders)
