@@ -53,8 +53,8 @@ from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
 
 __all__ = [
-    "Dispatcher", "INDEX_ATTRIBUTE", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_checked", "dispatch_model",
-    "has_offloaded_modules", "keep_in_memory",
+    "Dispatcher", "INDEX_ATTRIBUTE", "choose_execution_device", "cpu_offload", "cpu_offload_with_hook", "disk_offload",
+    "dispatch_checked", "dispatch_model", "find_dispatch_blocks", "has_offloaded_modules", "keep_in_memory",
 ]
 
 INDEX_ATTRIBUTE: Final = "_slipstream_offload_index"
@@ -165,6 +165,9 @@ class Dispatcher:
     Values that are not in the model come from `index` (weights in files; it overrides values in the model), `state`, the previous
     dispatch, `loaded_index` (set by loading) and the index of `folder`. `always`: offload weights even if they are in memory.
     """
+
+    loader_class: type[OffloadedWeightsLoader] = OffloadedWeightsLoader
+    """The mapping that hooks take weights from; the `accelerate` drop-in, with a hook on every layer, has its own."""
 
     def __init__(
         self,
@@ -360,7 +363,7 @@ class Dispatcher:
                     index[slot.name] = tensor.entry
                 elif tensor.offloaded and tensor.value is not None:
                     state[slot.name] = tensor.value = tensor.value.to(HOST)
-        loader = OffloadedWeightsLoader(state, self._folder, index, limit=limit)
+        loader = self.loader_class(state, self._folder, index, limit=limit)
         for earlier in {id(weight.loader): weight.loader for weight in self._earlier.values()}.values():
             if earlier is not None:
                 loader.use_files_of(earlier)
@@ -517,7 +520,7 @@ def dispatch_checked(
     else:
         most = _limit(limit, device_map)
         stay_whole = {*whole, *getattr(device_map, "whole", ()), *(getattr(model, "_no_split_modules", None) or ())}
-        blocks = _find_blocks(model, targets, most, stay_whole)
+        blocks = find_dispatch_blocks(model, targets, most, stay_whole)
         Dispatcher(model, targets, blocks, **options).run(most, must_hold=limit is not None)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -537,7 +540,7 @@ def cpu_offload(
     (torch.Size([1, 1]), True)
     """
     warn_unknown_classes(model, preload_module_classes, "preload_module_classes")
-    device = _execution_device(model, execution_device)
+    device = choose_execution_device(model, execution_device)
     blocks = find_offload_blocks(model, "", whole=preload_module_classes or ())
     targets = ResolvedDeviceMap({"": HOST}, device)
     Dispatcher(model, targets, blocks, state=state_dict, offload_buffers=offload_buffers, always=True).run()
@@ -565,7 +568,7 @@ def disk_offload(
     (torch.Size([1, 1]), True)
     """
     warn_unknown_classes(model, preload_module_classes, "preload_module_classes")
-    device = _execution_device(model, execution_device)
+    device = choose_execution_device(model, execution_device)
     most = _limit(limit, {})
     blocks = find_offload_blocks(model, "", largest=_largest_block(most), whole=preload_module_classes or ())
     targets, folder = ResolvedDeviceMap({"": DISK}, device), check_local_path(offload_dir, "offload_dir")
@@ -598,7 +601,8 @@ def _limit(given: int | str | None, device_map: Mapping[str, Any]) -> int | None
     return max(1, budget[HOST.type] - held.get(HOST.type, 0) - activations.get(HOST.type, 0))
 
 
-def _execution_device(model: nn.Module, given: Any) -> torch.device:
+def choose_execution_device(model: nn.Module, given: Any) -> torch.device:
+    """Return the device that offloaded modules run on: the one given, or that of the first weight."""
     if given is not None:
         return resolve_device(given, "execution_device")
     first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
@@ -613,7 +617,7 @@ def _largest_block(limit: int | None) -> int:
     return LARGEST_BLOCK if limit is None else max(1, min(LARGEST_BLOCK, limit // (1 + PREFETCHED_BLOCKS)))
 
 
-def _find_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str]) -> dict[str, bool]:
+def find_dispatch_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str]) -> dict[str, bool]:
     """Return the blocks of all entries that need a hook, in the order of the model; a module that occurs twice counts once."""
     largest = _largest_block(limit)
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -319,7 +319,7 @@ def read_index(folder: Path, index: str) -> WeightSource:
     links = _links_within(folder)
     with ConfinedFolder(folder, links_within=links) as held:
         content = strict_json.parse(held.read(index, strict_json.LARGEST), where)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = content.get("weight_map", content) if isinstance(content, dict) else None  # Accelerate also reads the mapping alone
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where} is not an index of weights: it has no mapping 'weight_map' from names of tensors to files.")
     for file in weight_map.values():
