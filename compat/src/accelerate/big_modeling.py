@@ -33,14 +33,13 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "accelerate.utils.offload": "OffloadedWeightsLoader extract_submodules_state_dict offload_state_dict",
         "accelerate.utils.other": "recursive_getattr",
         "slipstream": "init_empty_weights init_on_device",
-        "slipstream.hooks": "attach_layerwise_casting_hooks",
     },
 )
 
 __all__ = [
-    *_forwarded, "CpuOffload", "UserCpuOffloadHook", "add_hook_to_module", "check_device_map", "cpu_offload", "cpu_offload_with_hook",
-    "disk_offload", "dispatch_model", "get_balanced_memory", "infer_auto_device_map", "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
+    *_forwarded, "CpuOffload", "UserCpuOffloadHook", "add_hook_to_module", "attach_layerwise_casting_hooks", "check_device_map",
+    "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "get_balanced_memory", "infer_auto_device_map",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
 ]
 
 logger = logging.getLogger(__name__)
@@ -181,6 +180,21 @@ def load_checkpoint_and_dispatch(
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
     )
+
+
+def attach_layerwise_casting_hooks(
+    module: torch.nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[torch.nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in one dtype, and compute in another; other layers are left as they are."""
+    from slipstream.hooks import attach_layerwise_casting_hooks as attach
+
+    # Slipstream casts the whole module if nothing is named to be skipped.
+    attach(module, storage_dtype, compute_dtype, skip_modules_pattern, skip_modules_classes or (), non_blocking)
 
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from slipstream.big_models.device_map.plan import get_max_memory as core_max_memory
-from slipstream.big_models.device_map.plan import parse_bytes
+from slipstream.big_models.device_map.plan import get_max_memory as core_max_memory, parse_bytes
 from slipstream.big_models.device_map.sizes import compute_module_sizes, find_tied_parameters, get_module_leaves, named_module_tensors
 from slipstream.devices.memory import convert_bytes
 
@@ -49,7 +48,8 @@ def infer_auto_device_map(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"infer_auto_device_map got a {type(model).__name__}; give it a torch.nn.Module.")
-    placement = _GreedyPlacement(model, max_memory, _class_names(no_split_module_classes), dtype, special_dtypes, fallback_allocation, verbose)
+    whole = _class_names(no_split_module_classes)
+    placement = _GreedyPlacement(model, max_memory, whole, dtype, special_dtypes, fallback_allocation, verbose)
     placement.run()
     placement.warn_unused()
     if not offload_buffers:
@@ -177,8 +177,8 @@ class _GreedyPlacement:
         if empty and any(device == "disk" for device in self.placed.values()):
             listed = ", ".join(f"{device} ({convert_bytes(size)})" for device, size in empty.items())
             _logger.warning(
-                f"Nothing is on {listed}: insufficient memory for the next module and the largest layer after it. Raise max_memory there, or "
-                "pass fallback_allocation=True to put some later module on it."
+                f"Nothing is on {listed}: insufficient memory for the next module and the largest layer after it. Raise max_memory "
+                "there, or pass fallback_allocation=True to put some later module on it."
             )
 
     def warn_buffers(self) -> None:
@@ -284,7 +284,7 @@ def get_module_size_with_ties(
         if held[0] not in found:
             found[held[0]] = held[1]
             size += module_sizes[held[0]]
-        size -= module_sizes[parameter] if parameter in module_sizes else 0
+        size -= module_sizes.get(parameter, 0)
     return size, list(found), list(found.values())
 
 

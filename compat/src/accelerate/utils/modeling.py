@@ -1,7 +1,8 @@
 """Sizes, device maps, single tensors and weights of models: `accelerate.utils.modeling`.
 
 Most functions are Slipstream's. Written here is what Accelerate does in another way on purpose: maps are filled greedily
-(`_greedy_placement.py`), a map may name modules that the model does not have, and sharded models are loaded by torch's state dict functions.
+(`_greedy_placement.py`), a map may name modules that the model does not have, and sharded models are loaded by the state dict functions of
+torch.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def check_device_map(model: nn.Module, device_map: dict[str, int | str | torch.d
     modules = dict(model.named_modules(remove_duplicate=False))
     tensors = [name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)]
     if unknown := [name for name in device_map if name not in modules and name not in tensors]:
-        warnings.warn(f"These device_map keys do not match any submodules of the {type(model).__name__}, and are left out: {unknown}.", stacklevel=2)
+        kind = type(model).__name__
+        warnings.warn(f"These device_map keys do not match any submodules of the {kind}, and are left out: {unknown}.", stacklevel=2)
     unsaved = core_sizes.get_non_persistent_buffers(model, recurse=True, fqns=True)
     if missing := [name for name in tensors if find_entry(device_map, name) is None and name not in unsaved]:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
@@ -139,7 +141,8 @@ def load_checkpoint_in_model(
         **options,
     )
     if report.unexpected:
-        logger.info("%s of %s were not used when %s was loaded: it has no such names.", list(report.unexpected), checkpoint, type(model).__name__)
+        kind, left = type(model).__name__, list(report.unexpected)
+        logger.info("%s of %s were not used when %s was loaded: it has no such names.", left, checkpoint, kind)
 
 
 def _load_distributed(model: nn.Module, checkpoint: Any, strict: bool, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
