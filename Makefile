@@ -6,15 +6,21 @@ PACKAGE_INSTALLED := .venv/.package-installed
 BENCH := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
 BENCH_OPTIONS ?= --quick
+DROPIN_INSTALLED := .venv/.dropin-installed
+ECOSYSTEM := .venv-ecosystem/bin
+ECOSYSTEM_INSTALLED := .venv-ecosystem/.installed
 # Two at a time, each with whole files; many tests wait. `make test WORKERS=` runs one after the other.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+DROPIN_WORKERS ?= -n 2 --dist loadfile
 PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 
-.PHONY: help demo test quick lint check bench soak clean
+.PHONY: help demo test test-dropin test-ecosystem dropin quick lint check bench soak clean
 
 help:
 	@echo "make demo     a small model learns on two CPU processes"
-	@echo "make test     ruff, mypy, and every test"
+	@echo "make test     ruff, mypy, and every test, also those of the drop-in (compat/)"
+	@echo "make test-dropin     only the tests of the drop-in"
+	@echo "make test-ecosystem  transformers, peft, trl, diffusers, lm-eval and Lightning on the drop-in, in an environment of their own (.venv-ecosystem)"
 	@echo "make quick    the tests that start no processes"
 	@echo "make check    ruff, mypy, and the shape of the tree"
 	@echo "make bench    measure against plain torch and accelerate, side by side"
@@ -25,6 +31,16 @@ demo: $(PACKAGE_INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest $(WORKERS) --durations=15 --durations-min=2
+	$(MAKE) test-dropin
+
+# The drop-in goes to a folder that only its own tests have on their path: the development environment has no `accelerate`.
+dropin: $(DROPIN_INSTALLED)
+
+test-dropin: $(DROPIN_INSTALLED)
+	$(BIN)/python -m pytest compat/tests --ignore=compat/tests/ecosystem $(DROPIN_WORKERS) --durations=10 --durations-min=2
+
+test-ecosystem: $(ECOSYSTEM_INSTALLED)
+	$(ECOSYSTEM)/python -m pytest compat/tests/ecosystem --timeout=600 --durations=20 --durations-min=5
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not ranks and not launched and not netns and not browser"
@@ -57,10 +73,24 @@ $(INSTALLED): $(PACKAGE_INSTALLED)
 	$(BIN)/$(PIP) -e '.[dev]'
 	@touch $@
 
+# The sources in compat/src come first on the path of the tests; this installation gives them the metadata and the command.
+$(DROPIN_INSTALLED): $(INSTALLED) compat/pyproject.toml
+	rm -rf .venv/dropin
+	$(BIN)/$(PIP) --no-deps --target .venv/dropin ./compat
+	@rm -rf compat/build
+	@touch $@
+
+# The drop-in is installed before its clients, so that pip finds the `accelerate` that they require.
+$(ECOSYSTEM_INSTALLED): pyproject.toml constraints.txt compat/pyproject.toml compat/tests/ecosystem/requirements.txt
+	test -x $(ECOSYSTEM)/python || $(PYTHON) -m venv .venv-ecosystem
+	$(ECOSYSTEM)/$(PIP) -e . -e ./compat
+	$(ECOSYSTEM)/$(PIP) -r compat/tests/ecosystem/requirements.txt
+	@touch $@
+
 $(BENCH_INSTALLED): pyproject.toml constraints.txt
 	test -x $(BENCH)/python || $(PYTHON) -m venv .venv-bench
 	$(BENCH)/$(PIP) -e '.[bench]'
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf .venv .venv-bench .venv-ecosystem .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -191,6 +191,11 @@ def test_dependencies_page():
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
         assert name is not None
         declared.setdefault(extra[1] if extra else "Always installed", set()).add(name[0].lower())
+    compat = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "compat" / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert compat is not None
+    declared["The drop-in"] = set(re.findall(r'"([\w-]+)', compat[1]))
+    clients = (ROOT / "compat" / "tests" / "ecosystem" / "requirements.txt").read_text()
+    declared["Clients of the drop-in"] = set(re.findall(r"^[\w-]+", clients, re.MULTILINE))
     assert listed == declared
 
 
