@@ -5,6 +5,7 @@ from accelerate._forwarding import forward_names
 __all__, __getattr__, __dir__ = forward_names(
     __name__,
     {
+        "accelerate._batch_sharding": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler get_sampler",
         "accelerate.logging": "get_logger",
         "accelerate.state": "GradientState PartialState",
         "accelerate.utils.dataclasses": "DistributedType RNGType",
@@ -14,6 +15,5 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.random": "synchronize_rng_states",
         "accelerate.utils.versions": "compare_versions is_torch_version",
         "slipstream": "prepare_data_loader skip_first_batches",
-        "slipstream.utils": "get_sampler",
     },
 )
