@@ -201,6 +201,21 @@ def test_first_process_exception_reaches_others(ranks: Any) -> None:
     assert "rank 0: FileNotFoundError: tokens.bin" in str(other.error)
 
 
+def test_nested_first_process_exception_reaches_others(ranks: Any) -> None:
+    """The exception is told once, and the process that raised it does not wait for ranks that have gone."""
+
+    def run() -> None:
+        state = PartialState()
+        with state.main_process_first(), state.local_main_process_first():
+            if state.is_main_process:
+                raise FileNotFoundError("tokens.bin")
+
+    main, other = ranks(2).outcomes(run)
+    assert isinstance(main.error, FileNotFoundError)
+    assert isinstance(other.error, PeerLostError)
+    assert "rank 0: FileNotFoundError: tokens.bin" in str(other.error)
+
+
 def test_short_waits_print_nothing(ranks: Any) -> None:
     """No table is printed for waits below the limit."""
 

@@ -218,6 +218,21 @@ def test_the_main_process_goes_first(ranks: Any) -> None:
         assert order[0][1] == 0
 
 
+def test_blocks_that_run_first_can_be_nested(ranks: Any) -> None:
+    """The ranks that wait before the outer block meet those that end the inner one."""
+
+    def run() -> list[tuple[float, int]]:
+        state = PartialState()
+        with state.main_process_first(), state.local_main_process_first():
+            if state.is_main_process:
+                time.sleep(0.3)
+            when = time.time()
+        return sorted(state.gather([(when, state.process_index)]))
+
+    for order in ranks(3).run(run):
+        assert order[0][1] == 0
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 3, 10, 37])

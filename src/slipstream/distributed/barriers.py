@@ -40,7 +40,9 @@ def run_first(channel: Channel, limits: Limits, goes_first: bool, operation: str
     except DistributedOperationException:
         raise  # the others raise it too, and no longer wait for this block
     except BaseException as error:
-        barrier(channel, limits, operation, f"{type(error).__name__}: {error}")
+        if not hasattr(error, "_reached_waiting_ranks"):  # else a block inside this one has told them
+            barrier(channel, limits, operation, f"{type(error).__name__}: {error}")
+            error._reached_waiting_ranks = True  # type: ignore[attr-defined]
         raise
     barrier(channel, limits, operation)
 

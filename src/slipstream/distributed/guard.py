@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy
@@ -46,6 +47,10 @@ _LENGTH_AT = 32
 _LONGEST_SHOWN = 600
 
 
+_SAME_BARRIER: Final = MappingProxyType({"local_main_process_first": "main_process_first"})
+"""Calls that meet each other when one is inside the other: ranks that wait before the outer block meet those that end the inner one."""
+
+
 @lru_cache(maxsize=8192)
 def _agreement_digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -72,7 +77,8 @@ class CollectiveCall:
         >>> len(CollectiveCall("gather", "float32(*)", "train.py:3", str).header(7, 8, 8))
         48
         """
-        return HEADER_LAYOUT.pack(_MAGIC, sequence, _agreement_digest(f"{self.operation}\n{self.agreement}"), body_length, inline)
+        name = _SAME_BARRIER.get(self.operation, self.operation)
+        return HEADER_LAYOUT.pack(_MAGIC, sequence, _agreement_digest(f"{name}\n{self.agreement}"), body_length, inline)
 
 
 _EMPTY_ADVICE: Final = (
