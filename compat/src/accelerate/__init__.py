@@ -24,4 +24,12 @@ __all__, __getattr__, __dir__ = forward_names(
             ProfileKwargs find_executable_batch_size infer_auto_device_map is_rich_available load_checkpoint_in_model
             synchronize_rng_states""",
     },
+    unlisted={
+        "accelerate.data_loader": "prepare_data_loader",
+        "accelerate.local_sgd": "LocalSGD",
+        "accelerate.state": "AcceleratorState GradientState",
+        "accelerate.utils": "PrepareForLaunch clear_environment get_int_from_env parse_flag_from_env patch_environment str_to_bool",
+        "slipstream": """CheckpointError ConfigError DistributedOperationException LaunchError MismatchError MissingCheckpointError
+            NonFiniteError PeerLostError SlipstreamError StateError WaitTimeoutError layer_major map_across_processes""",
+    },
 )

@@ -15,11 +15,14 @@ from typing import Any
 __all__ = ["forward_names"]
 
 
-def forward_names(namespace: str, homes: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def forward_names(
+    namespace: str, homes: Mapping[str, str], unlisted: Mapping[str, str] | None = None
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__all__`, `__getattr__` and `__dir__` of a module that forwards names (PEP 562).
 
     `homes` maps a module to the names that are found there, separated by spaces. A name that was found once becomes an attribute of the
-    module.
+    module. `unlisted` names can be imported too: Accelerate has them elsewhere or not at all, and Slipstream has them here, so that a
+    script written for Slipstream runs with `accelerate` in its imports.
 
     >>> exported, find, _ = forward_names("accelerate._forwarding", {"slipstream.utils": "set_seed"})
     >>> exported, find("set_seed").__module__
@@ -27,6 +30,7 @@ def forward_names(namespace: str, homes: Mapping[str, str]) -> tuple[list[str], 
     """
     home_of = {name: home for home, listed in homes.items() for name in listed.split()}
     exported = sorted(home_of)
+    home_of |= {name: home for home, names in (unlisted or {}).items() for name in names.split()}
 
     def find(name: str) -> Any:
         home = home_of.get(name)

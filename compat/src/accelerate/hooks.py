@@ -16,4 +16,5 @@ __all__, __getattr__, __dir__ = forward_names(
             add_hook_to_module attach_align_device_hook attach_align_device_hook_on_blocks
             attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules""",
     },
+    unlisted={"accelerate.big_modeling": "attach_layerwise_casting_hooks"},
 )

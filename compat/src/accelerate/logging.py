@@ -8,4 +8,5 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.state": "PartialState",
         "slipstream.logging": "MultiProcessAdapter get_logger",
     },
+    unlisted={"slipstream.logging": "JsonFormatter"},
 )

@@ -93,6 +93,12 @@ def _belongs_to_other_process(shared: dict[str, Any]) -> bool:
     return "_runtime" in shared and shared["_runtime"].pid != os.getpid()
 
 
+def _is_released(shared: dict[str, Any], mixed_precision: Any) -> bool:
+    """Return whether the process group was closed since, and an Accelerator with another precision is asked for: it starts anew."""
+    asked = str(getattr(mixed_precision, "value", mixed_precision)).lower()
+    return bool(shared.get("_released")) and mixed_precision is not None and asked != shared["_mixed_precision"]
+
+
 def _variables(cpu: bool, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     """Return the arguments of a state, with what ACCELERATE_* variables add."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
@@ -142,6 +148,12 @@ class _SharedView:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
             before: Limits = self.__dict__["_limits"]
             self.__dict__["_limits"] = Limits(seconds, before.barrier_timeout, before.hang_warning)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Close the process group; an Accelerator that is made later may have another precision, which Accelerate refuses."""
+        super().destroy_process_group(group)  # type: ignore[misc]
+        if group is None and AcceleratorState._shared_state:
+            AcceleratorState._shared_state["_released"] = True
 
     def _place_device(self) -> None:
         """Use the device that ACCELERATE_TORCH_DEVICE names."""
@@ -215,6 +227,8 @@ class AcceleratorState(_SharedView, _AcceleratorState):
         _refuse_engines(deepspeed_plugin, megatron_lm_plugin, torch_tp_plugin)
         cpu, kwargs = _variables(cpu, kwargs)
         if _belongs_to_other_process(self._shared_state):
+            self._shared_state.clear()
+        if self.initialized and _is_released(self._shared_state, mixed_precision):
             self._shared_state.clear()
         if self.initialized:
             self._check_initialized(mixed_precision, cpu)

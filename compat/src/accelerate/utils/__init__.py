@@ -79,6 +79,20 @@ __all__, _find, __dir__ = forward_names(
         "accelerate.utils.transformer_engine": "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers",
         "accelerate.utils.versions": "compare_versions is_torch_version",
     },
+    unlisted={
+        "accelerate.big_modeling": "load_checkpoint_and_dispatch",
+        "accelerate.commands.to_fsdp2": "convert_config_to_fsdp2",
+        "accelerate.data_loader": "get_sampler prepare_data_loader skip_first_batches",
+        "accelerate.inference": "prepare_pippy",
+        "accelerate.utils.dataclasses": "FP8BackendType",
+        "accelerate.utils.fsdp_utils": "fsdp2_prepare_auto_wrap_policy get_module_class_from_name get_parameters_from_modules",
+        "accelerate.utils.imports": "is_numpy_available is_torch_distributed_available is_tqdm_available",
+        "accelerate.utils.memory": "clear_device_cache should_reduce_batch_size",
+        "accelerate.utils.operations": "ConvertOutputsToFp32 DistributedOperationException gather_tensor_shape get_shape",
+        "accelerate.utils.other": "get_free_port has_repeated_blocks is_repeated_blocks",
+        "slipstream.utils": """DeviceMap GuardKwargs LedgerKwargs LedgerReport MemorySnapshot NonFiniteError TorchaoQuantizationConfig
+            layer_major map_across_processes memory_snapshot merge_traces top_operators""",
+    },
 )
 
 _WITH_DEEPSPEED = (
