@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.big_models.device_map.partition import find_offload_blocks
+from slipstream.big_models.device_map.partition import find_offload_blocks, is_called
 from slipstream.big_models.device_map.validation import HOST, ResolvedDeviceMap
 from slipstream.big_models.dispatch import Dispatcher, choose_execution_device, find_dispatch_blocks, has_offloaded_modules
+from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, add_hook_to_module
 from slipstream.big_models.hooks.weight_swap import find_slots
 from slipstream.big_models.weight_store.store import PageBundle
 from slipstream.big_models.weight_store.weights import ConvertedBundle, OffloadedWeightsLoader
@@ -92,6 +93,26 @@ class LayerDispatcher(Dispatcher):
     def _attach(self, blocks: Any, loader: Any, tied: Any) -> None:
         loader.set_blocks(self._page_blocks)
         super()._attach(blocks, loader, tied)
+        self._attach_to_rest(tied)
+
+    def _attach_to_rest(self, tied: Any) -> None:
+        """Put a hook on every other module that is called and has tensors: peft and diffusers ask it where the module runs."""
+        whole = {name for name, is_whole in self._blocks.items() if is_whole}
+        for name, module in self._modules.items():
+            if not name or hasattr(module, "_hf_hook") or not is_called(module) or _is_within(name, whole):
+                continue
+            if next(find_slots(module, recurse=True), None) is not None:
+                hook = AlignDevicesHook(self._device_of(name), skip_keys=self._skip_keys, tied_params_map=tied)
+                add_hook_to_module(module, hook)
+
+
+def _is_within(name: str, blocks: Collection[str]) -> bool:
+    """Return whether a module is below one of some others."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in blocks:
+            return True
+    return False
 
 
 def dispatch_layers(

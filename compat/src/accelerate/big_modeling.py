@@ -101,7 +101,11 @@ def dispatch_model(
     """
     check_device_map(model, device_map)
     folder: Path | None = None if offload_dir is None else check_local_path(offload_dir, "offload_dir")
-    sources: dict[str, Any] = {"state": state_dict, "index": offload_index, "loaded_index": getattr(model, INDEX_ATTRIBUTE, None)}
+    loaded_index = getattr(model, INDEX_ATTRIBUTE, None)
+    if "disk" in device_map.values() and folder is None and offload_index is None and loaded_index is None:
+        on_disk = [name for name, device in device_map.items() if device == "disk"]
+        raise ValueError(f"device_map puts {', '.join(on_disk)} on the disk: give offload_dir, the folder that the weights are written to.")
+    sources: dict[str, Any] = {"state": state_dict, "index": offload_index, "loaded_index": loaded_index}
     options = {**sources, "folder": folder, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
     dispatch_layers(model, device_map, main_device, preload_module_classes or (), force_hooks, **options)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +69,8 @@ class WeightLoadOptions:
     """The folder for weights on the disk, if the files of the checkpoint cannot be used in place."""
     as_stored: bool = False
     """Whether floating point weights keep the dtype of the file."""
+    allow_meta: bool = False
+    """Whether weights that the checkpoint does not have may stay on the meta device."""
 
     def dtype_of(self, names: Iterable[str], held: torch.Tensor, value: torch.Tensor) -> torch.dtype:
         """Return the dtype for a tensor: by default that of the model."""
@@ -143,7 +145,8 @@ def load_by_device_map(
         raise ConfigError(f"device_map cannot place {sharded[0][0]}: it is sharded over processes already. Load it without device_map.")
     tied = tied_names(model, places)
     report = check_fit(model, values, aliases, extra, tied=tied)
-    report.demand_values(model, where)
+    if not options.allow_meta:
+        report.demand_values(model, where)
     report.demand(where, type(model).__name__, strict=options.strict)
     state: Mapping[str, Any] = arrange_state_dict(model, values, aliases, extra, report, strict=options.strict, tied=tied)
     identity: Callable[[torch.Tensor], Any] = id
@@ -368,13 +371,16 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    allow_meta: bool = False,
 ) -> LoadReport:
     """Load weights into a model, on any device; tensors on the meta device get memory.
 
     `checkpoint` is a file (safetensors or torch.save), an index, or a folder of `save_model`, `save_state` or another library. Missing and
     unexpected names are a warning, or an error with `strict=True` or if they would leave weights on the meta device; shapes that do not
-    fit are an error. After an error nothing has changed. `dtype` is the dtype for floating point weights, except those in modules of
-    `keep_in_fp32_modules`; by default they keep the dtypes of the model.
+    fit are an error. After an error nothing has changed. `allow_meta` leaves missing weights on the meta device, for a caller who sets them
+    afterwards. `dtype` is the dtype for floating point weights, except those in modules of `keep_in_fp32_modules`; by default they keep the
+    dtypes of the model.
 
     With a `device_map`, weights for "cpu" are the mapped pages of their file, read on first use, and weights for "disk" stay in the file:
     `dispatch_model` finds them. `offload_folder` is for those that have to be converted first, or that come from a torch.save file, and is
@@ -392,7 +398,8 @@ def load_checkpoint_in_model(
     options = _load_options(model, "load_checkpoint_in_model", dtype, keep_in_fp32_modules, offload_buffers, strict, offload_folder)
     if device_map is None:
         _warn_unused({"offload_folder": offload_folder, "offload_buffers": offload_buffers})
-        return load_weights(model, checkpoint, dtype, keep_in_fp32_modules, strict=strict)
+        return load_weights(model, checkpoint, dtype, keep_in_fp32_modules, strict=strict, allow_meta=allow_meta)
+    options = replace(options, allow_meta=allow_meta)
     path = check_local_path(checkpoint, "checkpoint")
     return _load(unwrap_module(model), path, _checked_mapping(device_map), options, folder_is_needed=True).report
 

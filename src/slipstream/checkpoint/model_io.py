@@ -239,13 +239,14 @@ def load_weights(
     keep_in_fp32_modules: Sequence[str] | None = None,
     *,
     strict: bool = False,
+    allow_meta: bool = False,
 ) -> LoadReport:
     """Load weights into a model, wherever its tensors are; those on the meta device get memory.
 
     `checkpoint` is a file (safetensors, or of torch.save), an index, or a folder: one of `save_model`, of `save_state`, or of another
     library. Names that are missing or unexpected are a warning, or an error with `strict=True`, or if they would leave weights on the meta
-    device; shapes that do not fit are an error. If there is an error, nothing has changed. `dtype` is what the model's floating point
-    weights become.
+    device without `allow_meta`; shapes that do not fit are an error. If there is an error, nothing has changed. `dtype` is what the
+    model's floating point weights become.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +261,8 @@ def load_weights(
         raise ConfigError(f"keep_in_fp32_modules={keep_in_fp32_modules!r} must be a list of module names, together with dtype.")
     path = check_local_path(checkpoint, "checkpoint")
     with waiting(f"loading {path.name}"):
-        return _load(unwrap_module(model), find_weights(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
+        inner, keep = unwrap_module(model), tuple(keep_in_fp32_modules or ())
+        return _load(inner, find_weights(path), str(path), wanted, keep, strict=strict, allow_meta=allow_meta)
 
 
 def parse_dtype(given: Any) -> torch.dtype | None:
@@ -279,7 +281,14 @@ def parse_dtype(given: Any) -> torch.dtype | None:
 
 
 def _load(
-    model: torch.nn.Module, source: WeightSource, where: str, dtype: torch.dtype | None, keep: tuple[str, ...], *, strict: bool
+    model: torch.nn.Module,
+    source: WeightSource,
+    where: str,
+    dtype: torch.dtype | None,
+    keep: tuple[str, ...],
+    *,
+    strict: bool,
+    allow_meta: bool,
 ) -> LoadReport:
     """Read all headers, check the fit, then load: file by file, or all at once if loading depends on several files."""
     forms: dict[str, torch.Tensor] = {}
@@ -295,7 +304,8 @@ def _load(
         aliases |= file.aliases
     extra = source.read_extra()
     report = check_fit(model, forms, aliases, extra)
-    report.demand_values(model, where)
+    if not allow_meta:
+        report.demand_values(model, where)
     report.demand(where, type(model).__name__, strict=strict)
     targets = {name: value for name, value in model.state_dict().items() if is_sharded(value)}
     if dtype is not None and targets:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from slipstream.big_models.device_map.plan import get_max_memory as core_max_memory, parse_bytes
 from slipstream.big_models.device_map.sizes import compute_module_sizes, find_tied_parameters, get_module_leaves, named_module_tensors
+from slipstream.big_models.device_map.validation import find_entry
 from slipstream.devices.memory import convert_bytes
 
 __all__ = [
@@ -54,8 +56,11 @@ def infer_auto_device_map(
     placement.warn_unused()
     if not offload_buffers:
         placement.warn_buffers()
-    found = dict(placement.placed)
-    return clean_device_map(found) if clean_result else found
+    found = OrderedDict(placement.placed)
+    if clean_result:
+        clean_device_map(found)
+    placement.add_buffers(found)
+    return found
 
 
 class _GreedyPlacement:
@@ -87,6 +92,7 @@ class _GreedyPlacement:
         self._used = dict.fromkeys(self._devices, 0)
         self._reserved: dict[Any, int] = {}
         """What was kept free on a device when it was left."""
+        self._divided: dict[str, nn.Module] = {}
         self.placed: dict[str, Any] = {}
 
     @property
@@ -127,7 +133,7 @@ class _GreedyPlacement:
 
     def _room(self) -> int | None:
         """Return the free bytes of the current device, less the largest layer to come; None where there is no limit."""
-        if self._device not in self._budget:
+        if self._device not in self._budget or self._device == "disk":
             return None
         free = self._budget[self._device] - self._used[self._device]
         if self._device in self._keeps_room:
@@ -140,8 +146,26 @@ class _GreedyPlacement:
         if not _is_divided(module, self._whole):
             return False
         self._report(f"{name} is too large for {self._device} and is divided")
-        self._waiting = _parts(name, module) + self._waiting
+        self._waiting = self._parts_of(name, module) + self._waiting
         return True
+
+    def _parts_of(self, name: str, module: nn.Module) -> _Modules:
+        """Return parameters and children of a module that is divided; its buffers are placed at the end, beside them."""
+        self._divided[name] = module
+        own = {f"{name}.{buffer}" for buffer in module._buffers}
+        return [part for part in _parts(name, module) if part[0] not in own]
+
+    def add_buffers(self, device_map: dict[str, Any]) -> None:
+        """Give the saved buffers that a divided module holds itself the device of its last part.
+
+        Accelerate leaves them out of the map, and then refuses the map for it. They take no room here, so that the rest of the map is the
+        same.
+        """
+        for name, module in self._divided.items():
+            device = next(device for part, device in reversed(self.placed.items()) if part.startswith(f"{name}."))
+            for buffer in module._buffers.keys() - module._non_persistent_buffers_set:
+                if find_entry(device_map, f"{name}.{buffer}") is None:
+                    device_map[f"{name}.{buffer}"] = device
 
     def _divide_partner(self, name: str, module: Any, names: Sequence[str], modules: Sequence[Any]) -> bool:
         """Divide one of the modules with tied weights, so that less of it must go together."""
@@ -149,7 +173,8 @@ class _GreedyPlacement:
             if _is_divided(partner, self._whole):
                 self._report(f"{partner_name}, which shares weights with {name}, is too large for {self._device} and is divided")
                 index = [part for part, _ in self._waiting].index(partner_name)
-                self._waiting = [(name, module)] + self._waiting[:index] + _parts(partner_name, partner) + self._waiting[index + 1 :]
+                before, after = self._waiting[:index], self._waiting[index + 1 :]
+                self._waiting = [(name, module), *before, *self._parts_of(partner_name, partner), *after]
                 return True
         return False
 
@@ -266,7 +291,7 @@ def get_max_layer_size(
         size = module_sizes[name]
         if size > largest:
             largest, names = size, [name]
-        elif size == largest and size:
+        elif size == largest:
             names.append(name)
     return largest, names
 
@@ -347,11 +372,14 @@ def get_balanced_memory(
 
 
 def _largest_of_classes(model: nn.Module, sizes: Mapping[str, int], whole: list[str]) -> int:
-    """Return the bytes of the largest among the first modules of each of some classes; 0 without one."""
-    first: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if name and type(module).__name__ in whole:
-            first.setdefault(type(module).__name__, sizes[name])
+    """Return the bytes of the largest among the first modules of each of some classes, in the order of their tensors; 0 without one."""
+    modules, first = dict(model.named_modules()), dict[str, int]()
+    for tensor, _ in named_module_tensors(model, recurse=True):
+        parts = tensor.split(".")[:-1]
+        for name in (".".join(parts[: number + 1]) for number in range(len(parts))):
+            kind = type(modules.get(name)).__name__
+            if kind in whole:
+                first.setdefault(kind, sizes[name])
     return max(first.values(), default=0)
 
 

@@ -75,8 +75,10 @@ def convert_file_size_to_int(size: int | str) -> int:
     return count // 8 if found[2].endswith("b") and "i" not in found[2].lower() else count
 
 
-def dtype_byte_size(dtype: torch.dtype) -> float:
+def dtype_byte_size(dtype: torch.dtype | str) -> float:
     """Return the bytes of one element. A bool counts as the bit that it is; in memory it takes a byte, and sizes of modules say so."""
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."))
     return 1 / 8 if dtype is torch.bool else core_sizes.dtype_byte_size(dtype)
 
 
@@ -124,31 +126,44 @@ def load_checkpoint_in_model(
     if (not full_state_dict or broadcast_from_rank0) and device_map is None:
         _load_distributed(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
-    options: dict[str, Any] = {"dtype": dtype, "offload_folder": offload_folder, "offload_buffers": offload_buffers, "strict": strict}
+    options: dict[str, Any] = {"dtype": dtype, "strict": strict, "offload_state_dict": offload_state_dict}
     if keep_in_fp32_modules and dtype is not None:
         options["keep_in_fp32_modules"] = keep_in_fp32_modules
     if device_map is not None:
         known = {*dict(model.named_modules(remove_duplicate=False)), *model.state_dict(keep_vars=True)}
         device_map = {name: device for name, device in device_map.items() if name in known}
-    report = load(
-        model,
-        checkpoint,
-        device_map,
-        offload_state_dict=offload_state_dict,
-        offload_8bit_bnb=offload_8bit_bnb,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-        **options,
-    )
+        options |= {"offload_folder": offload_folder, "offload_buffers": offload_buffers}
+    options |= {"offload_8bit_bnb": offload_8bit_bnb, "full_state_dict": full_state_dict, "broadcast_from_rank0": broadcast_from_rank0}
+    _check_checkpoint(checkpoint)
+    try:
+        # Missing weights may stay on the meta device: programs set them afterwards, by tying weights or by hand.
+        report = load(model, checkpoint, device_map, allow_meta=not strict, **options)
+    except CheckpointError as error:
+        if device_map is None:
+            raise
+        raise UnfitCheckpointError(str(error)) from error
     if report.unexpected:
         kind, left = type(model).__name__, list(report.unexpected)
         logger.info("%s of %s were not used when %s was loaded: it has no such names.", left, checkpoint, kind)
 
 
+class UnfitCheckpointError(CheckpointError, ValueError):
+    """A checkpoint that is not there or does not fit; a ValueError too, because that is what callers of Accelerate catch."""
+
+
+def _check_checkpoint(checkpoint: str | os.PathLike[str]) -> None:
+    from slipstream.checkpoint.weight_source import find_weights
+    from slipstream.files.atomic_files import check_local_path
+
+    try:
+        find_weights(check_local_path(checkpoint, "checkpoint"))
+    except CheckpointError as error:
+        raise UnfitCheckpointError(str(error)) from error
+
+
 def _load_distributed(model: nn.Module, checkpoint: Any, strict: bool, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
     """Load into a model that is spread over processes, with the functions of torch for that."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
 
     reads = not broadcast_from_rank0 or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     state: Mapping[str, Any] = {}

@@ -40,7 +40,8 @@ def check_device_same(first_device: torch.device | str | int, second_device: tor
     first, second = normalize_device(first_device), normalize_device(second_device)
     if first.type != second.type or first.type in ("cpu", "meta") or first.index == second.index:
         return first.type == second.type
-    current = int(family_of(first).ask("current_device", default=0))
+    family = family_of(first)
+    current = int(family.ask("current_device", default=0)) if family.is_available() else 0
     return (current if first.index is None else first.index) == (current if second.index is None else second.index)
 
 

@@ -25,7 +25,7 @@ from slipstream.big_models.hooks.module_tensors import set_module_tensor_to_devi
 from slipstream.big_models.hooks.weight_swap import ModuleTensor
 from slipstream.big_models.weight_store.weights import INDEX_NAME, make_index_entry, parse_description, read_index
 from slipstream.checkpoint.tensor_bytes import DTYPES, dtype_name, require_storable, tensor_bytes
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.atomic_files import AtomicFiles
 from slipstream.files.disk import Disk
 from slipstream.files.os_errors import explain_os_errors
@@ -128,16 +128,20 @@ def offload_state_dict(save_dir: _PathLike, state_dict: Mapping[str, torch.Tenso
     save_offload_index(index, save_dir)
 
 
-def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any] | None, offload_folder: _PathLike) -> None:
-    """Load the weights that an index names from a folder into a model, in host memory."""
+def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any] | None, offload_folder: _PathLike | None) -> None:
+    """Load the weights that an index names from a folder into a model, in host memory; without an index there is nothing to do."""
+    if not index:
+        return
+    if offload_folder is None:
+        raise ConfigError(f"The index names {len(index)} weights, and offload_folder is None. Give the folder that they were written to.")
     folder = Path(offload_folder)
-    for name, described in (index or {}).items():
+    for name, described in index.items():
         file = _file_of(name, "the index")
         above, _, key = name.rpartition(".")
         if key == _STATISTICS:
             continue
         statistics = f"{above}.{_STATISTICS}" if above else _STATISTICS
-        beside = (index or {}).get(statistics) if key == "weight" else None
+        beside = index.get(statistics) if key == "weight" else None
         scales = None if beside is None else load_offloaded_weight(folder / _file_of(statistics, "the index"), beside)
         value = load_offloaded_weight(folder / file, described)
         set_module_tensor_to_device(model, name, "cpu", value=value, fp16_statistics=scales)
