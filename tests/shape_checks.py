@@ -23,6 +23,7 @@ ROOMS: Mapping[str, tuple[int, str]] = {
     "devices/": (2, "the table of device families, memory, random states, installed packages"),
     "launch/": (2, "from a launch plan to running workers, and the report of how they failed"),
     "files/": (2, "atomic files, checksums, the safetensors layout, object stores"),
+    "migrate/": (3, "scripts of Accelerate, DDP and DeepSpeed, rewritten: source, edits, rules, diff"),
     "distributed/": (3, "process group, state, transport, guard, heartbeat, wait monitor, collectives, work queue"),
     "logging.py": (4, "`get_logger`"),
     "precision/": (5, "precision policy, autocast, loss scale, float8"),
@@ -49,7 +50,7 @@ ROOMS: Mapping[str, tuple[int, str]] = {
 
 LAYERS = {name.removesuffix("/").removesuffix(".py"): layer for name, (layer, _) in ROOMS.items()}
 
-TORCH_FREE = ("config", "launch", "cli", "files", "observability/run_dir", "observability/report")
+TORCH_FREE = ("config", "launch", "cli", "files", "migrate", "observability/run_dir", "observability/report")
 
 MAY_TOUCH_VARIABLES = {
     "config/sources.py": "the one reader: everybody else is handed a mapping",

@@ -32,6 +32,7 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "report": "Make a page of curves, times and settings of one or several runs.",
         "watch": "Show runs in progress, in a browser or in the terminal.",
         "estimate": "Estimate the memory of a model before it is loaded.",
+        "migrate": "Move scripts from Accelerate, DDP or DeepSpeed to Slipstream.",
         "doctor": "Look for common problems of a machine, with remedies.",
     }
 )
