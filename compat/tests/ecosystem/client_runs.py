@@ -41,7 +41,7 @@ def run_program(program: str, processes: int, started_by: str = "torchrun", *cas
         start = _STARTS["python" if processes == 1 and started_by == "torchrun" else started_by](processes)
         words = [sys.executable, *start, str(PROGRAMS / program), *cases]
         ended = subprocess.run(
-            words, env={**os.environ, **variables}, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=550, cwd=own
+            words, env={**os.environ, **variables}, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=400, cwd=own
         )
     if ended.returncode:
         output = f"{ended.stdout}\n{ended.stderr}"
