@@ -7,6 +7,7 @@ Clients read what they saved here with `torch.load`, so `torch.save`'s format is
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 __all__ = ["load", "save"]
@@ -16,7 +17,17 @@ def save(obj: Any, f: str | os.PathLike[str] | BinaryIO, save_on_each_node: bool
     """Write an object to a file, on the main process (or the first of each machine) alone; with `safe_serialization`, without pickle."""
     from slipstream.checkpoint.object_file import save as write
 
+    if safe_serialization and _is_state_dict(obj):
+        from slipstream.checkpoint.model_io import clean_state_dict_for_safetensors
+
+        obj = clean_state_dict_for_safetensors(obj)  # the safetensors package, with which clients read it, knows each tensor once
     write(obj, f, save_on_each_node=save_on_each_node, safe_serialization=bool(safe_serialization))
+
+
+def _is_state_dict(obj: Any) -> bool:
+    import torch
+
+    return isinstance(obj, Mapping) and bool(obj) and all(isinstance(value, torch.Tensor) for value in obj.values())
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from accelerate.state import AcceleratorState
 from slipstream.accelerator import Accelerator as _Accelerator
 from slipstream.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from slipstream.config.sources import environment
+from slipstream.distributed import collectives
 from slipstream.errors import ConfigError
 from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from slipstream.strategies.ddp_options import DistributedDataParallelKwargs
@@ -244,6 +245,33 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
             stepper._losses_to_check = 0  # a model that the script wrapped itself, as the Trainer allows
         super().backward(loss, **kwargs)
 
+    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
+        """Return the user's model inside any wrappers; see `accelerate.utils.extract_model_from_parallel`."""
+        from accelerate.utils.other import extract_model_from_parallel
+
+        inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return inner
+
+    # -- collectives: with one process they return what they are given, as scripts written for Accelerate expect --------
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the data of all processes, tensors joined along the first dimension."""
+        state = self.state
+        return tensor if state._runtime.process.world_size == 1 else _verified("gather", tensor, self._gather_tensors)
+
+    def _gather_tensors(self, tensor: Any) -> Any:
+        return collectives.gather(self.state.channel(), self.state.limits, tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors, arrays or numbers over the processes (sum, mean, max or min), and multiply by `scale`."""
+        return _verified("reduce", tensor, super().reduce, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors along `dim` to the largest size over the processes."""
+        from accelerate.utils.operations import pad_across_processes
+
+        return pad_across_processes(tensor, dim, pad_index, pad_first)
+
     @property
     def use_seedable_sampler(self) -> bool:
         """See `DataLoaderConfiguration.use_seedable_sampler`."""
@@ -263,6 +291,21 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
     def autocast_handler(self) -> Any:
         """The AutocastKwargs that were given, or None."""
         return self._handlers.autocast or self._ineffective.get("AutocastKwargs")
+
+
+def _verified(name: str, tensor: Any, collective: Any, *arguments: Any) -> Any:
+    """Call a collective; in debug mode after comparing the shapes of all processes, as `accelerate.utils` does."""
+    from accelerate.state import PartialState
+
+    if not PartialState().debug:
+        return collective(tensor, *arguments)
+    from accelerate.utils.operations import verify_operation
+
+    def call(tensor: Any) -> Any:
+        return collective(tensor, *arguments)
+
+    call.__module__, call.__name__ = "accelerate.Accelerator", name
+    return verify_operation(call)(tensor)
 
 
 def _choose_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int | None:

@@ -27,6 +27,7 @@ _forwarded, __getattr__, __dir__ = forward_names(
 __all__ = ["ParallelismConfig", *_forwarded]
 
 _VARIABLE = "PARALLELISM_CONFIG_"
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _ENGINES = {"tp": "tensor_parallel", "cp": "context_parallel", "sp": "context_parallel"}
 _FLATTENED = ("dp", "dp_shard_cp", "dp_cp")
 """The joined axes that a built mesh has besides its own."""
@@ -43,15 +44,15 @@ class ParallelismConfig(_ParallelismConfig):
     def __post_init__(self) -> None:
         from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
 
-        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
-            name = f"{axis}_size"
-            if getattr(self, name) is None and f"{_VARIABLE}{name.upper()}" in os.environ:
-                setattr(self, name, int(os.environ[f"{_VARIABLE}{name.upper()}"]))
+        told = [axis for axis in _AXES if f"{_VARIABLE}{axis.upper()}_SIZE" in os.environ]
+        for axis in told:
+            if getattr(self, f"{axis}_size") is None:
+                setattr(self, f"{axis}_size", int(os.environ[f"{_VARIABLE}{axis.upper()}_SIZE"]))
         backends = {name: getattr(self, name) or os.environ.get(f"{_VARIABLE}{name.upper()}") for name in ("cp_backend", "sp_backend")}
         handlers = {name: getattr(self, name) for name in ("tp_handler", "cp_handler", "sp_handler")}
         for name in (*backends, *handlers):
             setattr(self, name, None)
-        super().__post_init__()
+        self._complete_sizes(told)
         self._check_sizes()
         self.cp_backend = _choose("cp_backend", backends["cp_backend"], "torch")
         self.sp_backend = _choose("sp_backend", backends["sp_backend"], "deepspeed")
@@ -59,6 +60,17 @@ class ParallelismConfig(_ParallelismConfig):
         for axis, kind in kinds.items():
             given = handlers[f"{axis}_handler"]
             setattr(self, f"{axis}_handler", kind() if given is None and getattr(self, f"{axis}_size") > 1 else given)
+
+    def _complete_sizes(self, told: list[str]) -> None:
+        """Give the sizes that nobody gave a value: that of the configuration, else 1."""
+        if not any(axis in _ENGINES for axis in told):
+            super().__post_init__()
+            return
+        if self.dp_shard_size is None:  # the configuration would refuse axes that can be described here
+            self._completed_shards = 1
+        for axis in AXES:
+            if getattr(self, f"{axis}_size") is None:
+                setattr(self, f"{axis}_size", 1)
 
     def _check_sizes(self) -> None:
         for axis in AXES:

@@ -227,7 +227,9 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     weights.extra.pop(METADATA, None)
     if weights.aliases:
         pairs = ", ".join(f"{other} (is {kept})" for other, kept in list(weights.aliases.items())[:5])
-        get_logger(__name__).warning(f"{len(weights.aliases)} names of tied weights are omitted: {pairs}. Tie them again after loading.")
+        get_logger(__name__).warning(
+            f"Removed shared tensors: {len(weights.aliases)} names of tied weights are omitted: {pairs}. Tie them again after loading."
+        )
     kept = {**weights.tensors, **weights.extra}
     return {name: value.contiguous() if isinstance(value := kept[name], torch.Tensor) else value for name in state_dict if name in kept}
 

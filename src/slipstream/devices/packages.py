@@ -121,18 +121,19 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
-    """Compare the installed version of a library, or a version, with another.
+def compare_versions(library_or_version: Any, operation: str, requirement_version: Any) -> bool:
+    """Compare the installed version of a library, or a version (a text, or a Version of packaging), with another.
 
     >>> compare_versions("1.10", ">", "1.9"), compare_versions("numpy", ">=", "1.25")
     (True, True)
     """
     if operation not in _OPERATIONS:
         raise ConfigError(f"{operation!r} is not a comparison; write one of {', '.join(_OPERATIONS)}")
-    version = library_or_version if _VERSION.fullmatch(library_or_version) else version_of(library_or_version)
+    given = str(library_or_version)
+    version = given if _VERSION.fullmatch(given) else version_of(given)
     if version is None:
-        raise ConfigError(f"{library_or_version!r} is neither a version nor an installed library; install it or write a version")
-    return bool(_OPERATIONS[operation](parse_version(version), parse_version(requirement_version)))
+        raise ConfigError(f"{given!r} is neither a version nor an installed library; install it or write a version")
+    return bool(_OPERATIONS[operation](parse_version(version), parse_version(str(requirement_version))))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

@@ -336,7 +336,7 @@ CPU = Family(
     builds=("",),
     indexed=False,
     fork_safe=True,
-    out_of_memory=("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
+    out_of_memory=("CPU out of memory", "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
     prefixes=("OMP_", "MKL_", "KMP_", "GLOO_"),
 )
 

@@ -92,7 +92,7 @@ def check_os_kernel() -> None:
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     if found is not None and (int(found[1]), int(found[2])) < _OLDEST_KERNEL:
         logging.getLogger(__name__).warning(
-            "this Linux kernel is %s; several processes may hang with kernels before 5.5: a newer one is better", platform.release()
+            f"this Linux kernel is {platform.release()}; several processes may hang with kernels before 5.5.0: a newer one is better"
         )
 
 
@@ -101,9 +101,20 @@ def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = Fa
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.ReLU()))
     >>> [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
-    ['1.0', '1', '0', '']
+    ['0', '1.0', '1', '']
     """
-    named = list(model.named_modules())[::-1]
+    named: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: torch.nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+        named.append((name, module))
+
+    visit("", model)
     return named if return_fqns else [module for _, module in named]
 
 

@@ -296,9 +296,19 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
         if is_node(data) and (skipped or not callable(mover)):
             pairs = children(data)
             return rebuild(data, [value if not is_sequence and key in skipped else move(value) for key, value in pairs])
-        return mover(device) if callable(mover) else data
+        return _move_object(mover, device, non_blocking) if callable(mover) else data
 
     return move(tensor)
+
+
+def _move_object(mover: Callable[..., Any], device: Any, non_blocking: bool) -> Any:
+    """Call an object's own `.to`, with `non_blocking` if it was asked for and the method takes it."""
+    if non_blocking:
+        try:
+            return mover(device, non_blocking=True)
+        except TypeError:  # a `.to` of one argument
+            pass
+    return mover(device)
 
 
 def get_data_structure(data: Any) -> Any:

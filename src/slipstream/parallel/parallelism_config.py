@@ -247,5 +247,7 @@ def get_model_tp_size(model: torch.nn.Module) -> int | None:
     >>> get_model_tp_size(torch.nn.Linear(2, 2)) is None
     True
     """
-    sizes = (getattr(model, name, None) for name in ("tp_size", "_tp_size"))
+    told: Any = getattr(getattr(model, "config", None), "distributed_config", None)  # transformers 5; a dict if it was read from JSON
+    sizes = [getattr(model, name, None) for name in ("tp_size", "_tp_size")]
+    sizes.append(told.get("tp_size") if isinstance(told, dict) else getattr(told, "tp_size", None))
     return next((size for size in sizes if isinstance(size, int) and not isinstance(size, bool)), None)

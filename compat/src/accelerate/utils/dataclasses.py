@@ -19,6 +19,7 @@ from accelerate._unsupported import placeholder_class, placeholder_function, rai
 from slipstream.config.handlers import InitProcessGroupKwargs as _InitProcessGroupKwargs
 from slipstream.config.sources import parse_flag_from_env, str_to_bool
 from slipstream.data.options import DataLoaderConfiguration as _DataLoaderConfiguration
+from slipstream.devices.table import StringEnum
 from slipstream.errors import ConfigError
 from slipstream.parallel.compile import TorchDynamoPlugin as _TorchDynamoPlugin
 from slipstream.strategies.ddp_options import DistributedDataParallelKwargs as _DistributedDataParallelKwargs
@@ -35,7 +36,7 @@ _forwarded, __getattr__, __dir__ = forward_names(
             is_transformer_engine_available is_xpu_available""",
         "accelerate.utils.versions": "compare_versions is_torch_version",
         "slipstream": "AutocastKwargs DDPCommunicationHookType DistributedType GradScalerKwargs ProfileKwargs",
-        "slipstream.utils": """AORecipeKwargs BnbQuantizationConfig CustomDtype DynamoBackend FP8BackendType
+        "slipstream.utils": """AORecipeKwargs BnbQuantizationConfig CustomDtype FP8BackendType
             FP8RecipeKwargs GradientAccumulationPlugin KwargsHandler LoggerType MSAMPRecipeKwargs
             PrecisionType ProjectConfiguration RNGType TERecipeKwargs TensorInformation
             get_module_class_from_name""",
@@ -62,6 +63,31 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
     def list(cls) -> list[str]:
         """Return the values."""
         return [str(member.value) for member in cls]
+
+
+class DynamoBackend(StringEnum):
+    """Backends of `torch.compile` by the names of Accelerate. Members are equal to those of Slipstream, which lacks the last two.
+
+    >>> DynamoBackend.INDUCTOR == "INDUCTOR", str(DynamoBackend.EAGER)
+    (True, 'EAGER')
+    """
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
 
 
 # -- handlers and options with the defaults of Accelerate ---------------------------------------------------------------
@@ -262,7 +288,7 @@ MODEL_CONFIGS_TO_MEGATRON_PARSERS = {
 
 __all__ = [
     "BaseEnum", "ComputeEnvironment", "DataLoaderConfiguration", "DeepSpeedPlugin", "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs", "EnumWithContains", "FullyShardedDataParallelPlugin", "InitProcessGroupKwargs",
+    "DistributedDataParallelKwargs", "DynamoBackend", "EnumWithContains", "FullyShardedDataParallelPlugin", "InitProcessGroupKwargs",
     "MODEL_CONFIGS_TO_MEGATRON_PARSERS", "MegatronLMPlugin",
     "SageMakerDistributedType", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin", "add_model_config_to_megatron_parser", "parse_bert_config", "parse_flag_from_env",

@@ -1,8 +1,13 @@
-"""Operations on nested tensors and collectives. They are Slipstream's; what stands here exists for scripts that build their own on them."""
+"""Operations on nested tensors and collectives.
+
+They are Slipstream's. What stands here has a habit of Accelerate that scripts and tests rely on: with one process a collective returns
+the very object that it was given; with several, debug mode (ACCELERATE_DEBUG_MODE) wants the same shapes on all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -10,6 +15,8 @@ from typing import Any
 import torch
 
 from accelerate._forwarding import forward_names
+from slipstream.distributed import functional, pytree
+from slipstream.distributed.current import current
 from slipstream.errors import DistributedOperationException
 
 _forwarded, __getattr__, __dir__ = forward_names(
@@ -20,17 +27,16 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "accelerate.utils.dataclasses": "DistributedType TensorInformation",
         "accelerate.utils.imports": "is_npu_available is_torch_distributed_available is_torch_xla_available",
         "accelerate.utils.versions": "is_torch_version",
-        "slipstream.utils": """CannotPadNestedTensorWarning ConvertOutputsToFp32 broadcast broadcast_object_list
-            concatenate convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size
-            find_device gather gather_object gather_tensor_shape get_data_structure get_shape honor_type
-            ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information
-            is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply reduce
-            send_to_device slice_tensors""",
+        "slipstream.utils": """CannotPadNestedTensorWarning ConvertOutputsToFp32 broadcast_object_list
+            convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_device gather_tensor_shape get_data_structure
+            get_shape honor_type ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information
+            is_torch_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors""",
     },
 )
 __all__ = sorted(
-    ["DistributedOperationException", "GatheredParameters", "TENSOR_INT_TO_DTYPE", "TENSOR_TYPE_TO_INT", "chained_operation"]
-    + ["is_torch_xpu_tensor", "verify_operation", *_forwarded]
+    ["DistributedOperationException", "GatheredParameters", "TENSOR_INT_TO_DTYPE", "TENSOR_TYPE_TO_INT", "broadcast", "chained_operation"]
+    + ["concatenate", "find_batch_size", "gather", "gather_object", "is_torch_xpu_tensor", "pad_across_processes", "reduce"]
+    + ["verify_operation", *_forwarded]
 )
 
 TENSOR_TYPE_TO_INT = {
@@ -52,23 +58,25 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
-def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for a collective that a script wrote: in debug mode, the shapes of all processes are compared first.
+# -- checks of debug mode -----------------------------------------------------------------------------------------------
 
-    Collectives of this package need none: Slipstream compares operation, shapes and types in every call.
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for a collective: in debug mode, the shapes of all processes are compared first.
+
+    Slipstream compares operation, structure and types in every call of its own; here it is the number of rows too.
     """
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         from accelerate.state import PartialState
-        from slipstream.utils import gather_object, get_shape
 
         state = PartialState()
         if not state.debug or state.num_processes == 1:
             return function(*args, **kwargs)
         tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
         name = f"{function.__module__}.{function.__name__}"
-        shapes = gather_object([get_shape(tensor)])
+        shapes = functional.gather_object([pytree.get_shape(tensor)])
         if any(shape != shapes[0] for shape in shapes):
             listed = "\n".join(f"  - Process {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise DistributedOperationException(f"{name} was called with different shapes on the processes:\n{listed}")
@@ -89,6 +97,90 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
             raise DistributedOperationException(f"{name} failed in the collective below it, see the error above: {error}") from error
 
     return chained
+
+
+# -- collectives --------------------------------------------------------------------------------------------------------
+
+
+def _is_alone() -> bool:
+    return current().process.world_size == 1
+
+
+@verify_operation
+def gather(tensor: Any) -> Any:
+    """Return the data of all processes, tensors joined along the first dimension; with one process, the data itself.
+
+    >>> gather({"ids": torch.tensor([1, 2])})
+    {'ids': tensor([1, 2])}
+    """
+    return tensor if _is_alone() else functional.gather(tensor)
+
+
+def gather_object(object: Any) -> Any:
+    """Return the objects of all processes as one list, lists and tuples concatenated; with one process, the object itself.
+
+    >>> gather_object(["a", "b"])
+    ['a', 'b']
+    """
+    return object if _is_alone() else functional.gather_object(object)
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Return the data of one process on all of them; all pass the same structure, types and shapes."""
+    return tensor if _is_alone() else functional.broadcast(tensor, from_process)
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Combine tensors, arrays or numbers over the processes (sum, mean, max or min), and multiply by `scale`.
+
+    >>> reduce(torch.ones(2), "sum", scale=2.0)
+    tensor([2., 2.])
+    """
+    return functional.reduce(tensor, reduction, scale)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Pad tensors along `dim` to the largest size over the processes; nested tensors of torch stay, with a warning.
+
+    >>> pad_across_processes(torch.ones(2, 3), dim=1).shape
+    torch.Size([2, 3])
+    """
+    for leaf in pytree.flatten(tensor):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            warnings.warn(
+                "pad_across_processes leaves nested tensors as they are: they have no size along a dimension",
+                pytree.CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+            return tensor
+        if not hasattr(leaf, "shape"):
+            raise TypeError(f"pad_across_processes takes nested tensors, but there is a {type(leaf).__name__} in the data")
+    return tensor if _is_alone() else functional.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+
+# -- nested data --------------------------------------------------------------------------------------------------------
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the first dimension of the first tensor in the data; raise ValueError for empty containers.
+
+    >>> find_batch_size([torch.ones(4, 2)])
+    4
+    """
+    if isinstance(data, (list, tuple, Mapping)) and not len(data):
+        raise ValueError(f"this {type(data).__name__} is empty, so its batch size cannot be told")
+    return pytree.find_batch_size(data)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """Join data of the same structure, tensor by tensor along `dim`; a single item is returned as it is, whatever it is.
+
+    >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
+    {'x': tensor([1., 0.])}
+    """
+    return data[0] if len(data) == 1 else pytree.concatenate(data, dim)
 
 
 @contextmanager

@@ -18,13 +18,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.names import nearest
 from slipstream.config.sources import environment
 from slipstream.devices.packages import PACKAGES, installed
+from slipstream.devices.table import StringEnum
 from slipstream.errors import ConfigError, StateError
 from slipstream.observability.run_dir.folder import RunFolder
 from slipstream.observability.trackers.base import GeneralTracker, NullTracker, check_logging_folder
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class LoggerType(str, Enum):
+class LoggerType(StringEnum):
     """The names of trackers; `ALL` means all that are installed.
 
     >>> str(LoggerType.WANDB), LoggerType("tensorboard") is LoggerType.TENSORBOARD
@@ -55,9 +55,6 @@ class LoggerType(str, Enum):
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
     LOCAL = "local"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _TRACKER_CLASSES = {
