@@ -7,6 +7,7 @@ of Slipstream. Slipstream itself never imports it. What exists here only because
 from accelerate._forwarding import forward_names
 
 __version__ = "1.15.0+slipstream"
+__slipstream_programs__ = "test_utils"  # messages name the user's line: files of the drop-in do not count, except those of these programs
 
 __all__, __getattr__, __dir__ = forward_names(
     __name__,

@@ -162,10 +162,7 @@ class AccelerateFormatWriter:
         try:
             ticket, path = next(report for report in saver.run_and_agree("save_state", begin) if report[0] is not None)
             common = LocalTarget(path, saver.disk)
-            if not saver.writes:
-                saver.run_and_agree("save_state", lambda: stages.append(common.join(ticket)))
-            else:
-                saver.run_and_agree("save_state", lambda: None)
+            saver.run_and_agree("save_state", lambda: None if saver.writes else stages.append(common.join(ticket)))
             stage = stages[0]
             weights: dict[int, Any] = {}
             saver.run_and_agree("save_state", lambda: weights.update(saver.take_weights(str(stage.folder))))

@@ -31,13 +31,25 @@ __all__ = [
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BUNDLED_PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
 """Programs that ship inside the package (the self check, the rank pool) count as a user's."""
+_LAYER = "accelerate"
+"""The import name of the drop-in. Where that is loaded, it has `__slipstream_programs__`: the name of its folder of programs."""
+
+
+def _is_inside(filename: str) -> bool:
+    """Whether a file is one of this package or of the drop-in on top of it, and not a bundled program."""
+    if filename.startswith(_PACKAGE):
+        return not filename.startswith(_BUNDLED_PROGRAMS)
+    layer = vars(sys.modules[_LAYER]) if _LAYER in sys.modules else {}
+    if "__slipstream_programs__" not in layer:
+        return False
+    root = os.path.join(os.path.dirname(layer["__file__"]), "")
+    return filename.startswith(root) and not filename.startswith(os.path.join(root, layer["__slipstream_programs__"], ""))
 
 
 @lru_cache(maxsize=4096)
 def is_package_frame(filename: str) -> bool:
     """Whether a file lies between the user's line and ours: in this package, or in what calls it for the user."""
-    inside = filename.startswith(_PACKAGE) and not filename.startswith(_BUNDLED_PROGRAMS)
-    return inside or filename == contextlib.__file__ or filename.startswith(_autograd())
+    return _is_inside(filename) or filename == contextlib.__file__ or filename.startswith(_autograd())
 
 
 def _autograd() -> tuple[str, ...]:
@@ -131,8 +143,10 @@ def is_user_file(filename: str) -> bool:
     >>> is_user_file("train.py"), is_user_file(os.__file__), is_user_file(__file__)
     (True, False, False)
     """
-    if filename.startswith(_PACKAGE):
-        return filename.startswith(_BUNDLED_PROGRAMS)
+    if _is_inside(filename):
+        return False
+    if filename.startswith(_BUNDLED_PROGRAMS):
+        return True
     installed = {"site-packages", "dist-packages"}.intersection(filename.split(os.sep))
     return not installed and not filename.startswith(_libraries())
 
