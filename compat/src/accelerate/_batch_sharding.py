@@ -77,20 +77,25 @@ class BatchSamplerShard(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         return self._slices() if self.split_batches else self._dealt()
 
+    last_round: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Of the round (or batch) that was handed out last: the samples that each process got, and how many of them are not repeated."""
+
     def _slices(self) -> Iterator[list[Any]]:
         """Yield this process's slice of every batch."""
-        size = self.batch_size
-        begin = self.process_index * (size // self.num_processes)
-        end = begin + size // self.num_processes
+        size, own = self.batch_size, self.batch_size // self.num_processes
+        begin = self.process_index * own
         first: list[Any] | None = None
         for batch in self.batch_sampler:
             first = list(batch) if first is None else first
+            real = tuple(min(own, max(0, len(batch) - process * own)) for process in range(self.num_processes))
+            given = real
             if len(batch) < size:
                 if self.drop_last:
                     continue
-                if self.even_batches:
-                    batch = [*batch, *islice(cycle(first), size - len(batch))] if first else batch
-            part = batch[begin:end]
+                if self.even_batches and first:
+                    batch, given = [*batch, *islice(cycle(first), size - len(batch))], (own,) * self.num_processes
+            self.last_round = given, real
+            part = batch[begin : begin + own]
             if part:
                 yield part
 
@@ -98,18 +103,27 @@ class BatchSamplerShard(BatchSampler):
         """Yield the batch of this process of every round."""
         start: list[list[Any]] = []
         batches = iter(self.batch_sampler)
-        present = list(islice(batches, self.num_processes))
-        while present:
+        while present := list(islice(batches, self.num_processes)):
             start = start or present
-            following = list(islice(batches, self.num_processes))
-            last = not following
-            if last and self.drop_last and len(present) < self.num_processes:
+            real = [len(batch) for batch in present]
+            if self._is_whole(present) or (following := next(batches, None)) is not None:
+                if not self._is_whole(present):  # a batch sampler with short batches in the middle
+                    batches = chain([following], batches)
+            elif self.drop_last and len(present) < self.num_processes:
                 return
-            if last and self.even_batches:
+            elif self.even_batches:
                 present = self._filled(present, start)
+            given = [len(batch) for batch in present]
+            absent = (0,) * self.num_processes
+            self.last_round = (*given, *absent)[: self.num_processes], (*real, *absent)[: self.num_processes]
             if self.process_index < len(present):
                 yield present[self.process_index]
-            present = following
+
+    def _is_whole(self, present: list[list[Any]]) -> bool:
+        """Return whether every process gets a full batch of a round."""
+        if len(present) < self.num_processes:
+            return False
+        return self.batch_size is None or all(len(batch) >= self.batch_size for batch in present)
 
     def _filled(self, present: list[list[Any]], start: list[list[Any]]) -> list[list[Any]]:
         """Return the last round with a full batch for every process."""
@@ -154,6 +168,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    last_round: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Of the batch that was handed out last in this process: as in `BatchSamplerShard`; empty where workers read."""
+
     def _sizes(self) -> tuple[int, int]:
         """Return how many samples a batch of all processes has, and how many of them are for each."""
         if self.split_batches:
@@ -173,9 +190,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         samples = iter(self.dataset)
         while batch := list(islice(samples, total)):
             first = first or batch
+            if len(batch) < total and self.drop_last:
+                return
+            real = tuple(min(own, max(0, len(batch) - process * own)) for process in range(self.num_processes))
+            self.last_round = (own,) * self.num_processes, real
             if len(batch) < total:
-                if self.drop_last:
-                    return
                 batch = [*batch, *islice(cycle(first), total - len(batch))]
             for number in place:
                 yield batch[number]

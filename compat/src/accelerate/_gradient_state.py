@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from slipstream.config.handlers import GradientAccumulationPlugin
-from slipstream.distributed.gradient_state import GradientState as _GradientState
+from slipstream.distributed.gradient_state import GradientState as _GradientState, LoaderPass
 
 __all__ = ["GradientState"]
 
@@ -40,3 +40,36 @@ class GradientState(_GradientState):
         self.sync_gradients = sync_gradients
         if self.set_closing is not None:
             self.set_closing(sync_gradients)
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """Begin a pass over a loader that a script wrote with `DataLoaderStateMixin`."""
+        self.enter(LoaderPass(), dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        """End the innermost pass over a loader."""
+        for loader_pass in reversed(self._stack):
+            if loader_pass.loader() is dataloader:
+                self.leave(loader_pass, exhausted=False)
+                return
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being read, outermost first, after a None for no loader, as in Accelerate."""
+        return [None, *super().dataloader_references]
+
+    @dataloader_references.setter
+    def dataloader_references(self, references: list[Any]) -> None:
+        wanted = [loader for loader in references if loader is not None]
+        for loader in super().dataloader_references:
+            self._remove_dataloader(loader)
+        for loader in wanted:
+            self._add_dataloader(loader)
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: gradients are reduced by the strategy, and not by torch-xla."""
+        return bool(self.__dict__.get("_is_xla_gradients_synced", False))
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self.__dict__["_is_xla_gradients_synced"] = value

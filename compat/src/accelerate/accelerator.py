@@ -74,6 +74,7 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
         from accelerate.utils.dataclasses import DataLoaderConfiguration, TorchDynamoPlugin
 
         self._models: list[torch.nn.Module] = []
+        self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
         handlers = list(kwargs_handlers or ())
         self._refuse_engines(handlers, deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin)
         init = next((handler for handler in handlers if isinstance(handler, InitProcessGroupKwargs)), None)

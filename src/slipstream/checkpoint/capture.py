@@ -353,7 +353,7 @@ def capture_snapshot(
             "random": rng.capture(),
             "gradients": gradients if components.strategy.replicated else None,  # sharded ones are in the state of the loop
             "loop": loop,
-            "loaders": [loader.state_dict() for loader in components.registry.loaders],
+            "loaders": [loader.capture_position() for loader in components.registry.loaders],
         },
         f"the state of rank {state.process_index}",
     )
@@ -441,7 +441,7 @@ def _training(components: Components, gradients: Mapping[str, Any] | None, shard
         "schedulers": [scheduler.state_dict() for scheduler in registry.schedulers],
         "scaler": components.precision.scaler.state_dict(),
         "clipping": components.clipper.state(),
-        "loaders": [loader.state_dict() for loader in registry.loaders],
+        "loaders": [loader.capture_position() for loader in registry.loaders],
         **({} if gradients is None else {"gradients": dict(gradients)}),
     }
     return _part("training", state, "the state of the training loop", shards)
@@ -449,7 +449,7 @@ def _training(components: Components, gradients: Mapping[str, Any] | None, shard
 
 def make_stamp(components: Components, run_id: str) -> str:
     """Return the identity of a save, which all ranks compute without communication: the step, the run and a hash of its position."""
-    positions = [[loader.state_dict()[name] for name in ("epoch", "batches")] for loader in components.registry.loaders]
+    positions = [[loader.capture_position()[name] for name in ("epoch", "batches")] for loader in components.registry.loaders]
     updates = [optimizer.updates for optimizer in components.registry.optimizers]
     text = json.dumps([components.state.num_processes, positions, updates, len(components.stepper.models)])
     return f"{count_updates(components)}-{run_id}{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

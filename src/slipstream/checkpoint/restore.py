@@ -139,7 +139,7 @@ def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _Restor
             if saved.clipping is not None:
                 components.clipper.check(saved.clipping)
         for loader, position in _loader_states(registry.loaders, saved, own):
-            loader.check_state_dict(position)
+            loader.check_position(position)
     except ConfigError as error:
         raise _as_checkpoint_error(error, saved.where) from error
     _check_random_states((own or {}).get("random"), saved.where)
@@ -506,7 +506,7 @@ def _restore_rest(saver: Saver, plan: _RestorePlan, options: LoadOptions, number
     components, saved = saver.components, plan.saved
     try:
         for loader, state in _loader_states(components.registry.loaders, saved, plan.own):
-            loader.load_state_dict(state, **({} if options.resume is None else {"resume": options.resume}))
+            loader.restore_position(state, **({} if options.resume is None else {"resume": options.resume}))
         for number in numbers:
             if (stored := saved.models.get(number)) is not None:
                 original = components.stepper.models[number].original

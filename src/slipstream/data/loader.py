@@ -425,6 +425,18 @@ class PreparedLoader(DataLoader[Any]):
         if self._epochs.left is not None:
             self._epochs.left.sampler_start = (position.extra.get("order") or {}).get("begin")
 
+    def capture_position(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this loader; a subclass whose `state_dict` is of another kind overrides these three."""
+        return self.state_dict()
+
+    def check_position(self, state: Any) -> None:
+        """Raise unless a checkpoint's position fits this loader; change nothing."""
+        self.check_state_dict(state)
+
+    def restore_position(self, state: Mapping[str, Any], *, resume: bool | None = None) -> None:
+        """Load the position of a checkpoint; see `load_state_dict`."""
+        self.load_state_dict(state, resume=resume)
+
     def _is_over(self, position: LoadedPosition) -> bool:
         """Return whether a loaded position is at the end of its epoch."""
         try:
