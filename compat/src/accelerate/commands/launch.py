@@ -175,9 +175,12 @@ def _check_processes(args: argparse.Namespace) -> None:
 def _refuse_engines(args: argparse.Namespace, defaults: Any) -> None:
     if isinstance(defaults, SageMakerConfig) or getattr(defaults, "compute_environment", None) == ComputeEnvironment.AMAZON_SAGEMAKER:
         raise refuse("sagemaker")
-    for name, engine in (("use_deepspeed", "deepspeed"), ("use_megatron_lm", "megatron"), ("tpu", "tpu"), ("tpu_use_cluster", "tpu")):
+    for name, engine in (("use_deepspeed", "deepspeed"), ("tpu", "tpu"), ("tpu_use_cluster", "tpu")):
         if getattr(args, name, False):
             raise refuse(engine)
+    if args.use_megatron_lm and not args.quiet:
+        # Files with this type are also used to start scripts that make no Accelerator, and those run
+        print(f"accelerate launch: {refuse('megatron')} The processes start; the first Accelerator that one of them makes raises.", file=sys.stderr)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

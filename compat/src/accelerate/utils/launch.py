@@ -145,6 +145,8 @@ def _compute_variables(args: argparse.Namespace) -> dict[str, str]:
         found["ACCELERATE_DEBUG_MODE"] = "true"
     if getattr(args, "enable_cpu_affinity", False):
         found["ACCELERATE_CPU_AFFINITY"] = "1"
+    if getattr(args, "use_megatron_lm", False):
+        found["ACCELERATE_USE_MEGATRON_LM"] = "true"  # the Accelerator of a worker reads it and raises
     return found
 
 
@@ -244,8 +246,6 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the whole environment of several processes; set what torchrun calls their numbers and meeting point on `args`."""
     from slipstream.utils import get_free_port, is_port_in_use
 
-    if getattr(args, "use_megatron_lm", False):
-        raise refuse("megatron")
     machines, processes = int(args.num_machines or 1), int(args.num_processes)
     static = getattr(args, "rdzv_backend", "static") == "static"
     port = args.main_process_port if args.main_process_port is not None else 29500
