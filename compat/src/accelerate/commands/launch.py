@@ -180,7 +180,8 @@ def _refuse_engines(args: argparse.Namespace, defaults: Any) -> None:
             raise refuse(engine)
     if args.use_megatron_lm and not args.quiet:
         # Files with this type are also used to start scripts that make no Accelerator, and those run
-        print(f"accelerate launch: {refuse('megatron')} The processes start; the first Accelerator that one of them makes raises.", file=sys.stderr)
+        note = "The processes start; the first Accelerator that one of them makes raises."
+        print(f"accelerate launch: {refuse('megatron')} {note}", file=sys.stderr)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
