@@ -243,6 +243,7 @@ MAY_BE_A_GERUND = {
     "testing/__init__.py": "the package that test suites import",
     "training/__init__.py": "the noun of the field",
     "observability/timing/__init__.py": "the noun of the field",
+    "integrations/lightning/__init__.py": "the name of the framework",
 }
 """Modules are nouns: what ends in -ing needs a reason."""
 

@@ -248,6 +248,8 @@ def module_names() -> Iterator[str]:
 @pytest.mark.parametrize("name", [name for name in module_names() if not name.endswith("__main__")])
 def test_exported_names(name):
     """Every name in `__all__`, lazy ones included, can be fetched, and `dir` shows it."""
+    if name.startswith("slipstream.integrations."):
+        pytest.importorskip(name.split(".")[2], reason="a module of an integration is there where its framework is")
     module = importlib.import_module(name)
     promised = getattr(module, "__all__", [])
     assert [entry for entry in promised if not hasattr(module, entry) or entry not in dir(module)] == []

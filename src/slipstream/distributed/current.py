@@ -15,8 +15,9 @@ from slipstream.config.sources import environment
 from slipstream.distributed.cluster import Process, detect
 from slipstream.distributed.process_group import Runtime
 from slipstream.distributed.wait_monitor import Limits
+from slipstream.errors import StateError
 
-__all__ = ["reset_keeping_store", "current", "current_or_none", "reset"]
+__all__ = ["adopt", "reset_keeping_store", "current", "current_or_none", "reset"]
 
 _OWNER_VARIABLE = "SLIPSTREAM_INTERNAL_OWNER"
 _current: Runtime | None = None
@@ -36,15 +37,38 @@ def current() -> Runtime:
     >>> current() is current()
     True
     """
+    return current_or_none() or _begin(detect(environment()))
+
+
+def adopt(process: Process) -> Runtime:
+    """Return the runtime of a process whose rank another framework knows, where no variable of a launcher tells it.
+
+    Raise if this process runs as another rank already.
+
+    >>> adopt(current().process) is current()
+    True
+    """
+    runtime = current_or_none()
+    if runtime is None:
+        return _begin(process)
+    known = runtime.process
+    if (known.rank, known.world_size) != (process.rank, process.world_size):
+        raise StateError(
+            f"this process is rank {process.rank} of {process.world_size} ({process.cluster}), but runs as rank {known.rank} of "
+            f"{known.world_size} ({known.cluster}) already: an Accelerator or a state was made before. Make it after the processes are "
+            "started, or not at all."
+        )
+    return runtime
+
+
+def _begin(process: Process) -> Runtime:
     global _current, _registered
-    if current_or_none() is None:
-        process, safety = detect(environment()), for_worker().safety
-        limits = Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning)
-        _current = Runtime(process, limits, debug=safety.debug, child_of=_claim_rank(process))
-        if not _registered:
-            _registered = True
-            atexit.register(_end_at_exit)
-    assert _current is not None
+    safety = for_worker().safety
+    limits = Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning)
+    _current = Runtime(process, limits, debug=safety.debug, child_of=_claim_rank(process))
+    if not _registered:
+        _registered = True
+        atexit.register(_end_at_exit)
     return _current
 
 

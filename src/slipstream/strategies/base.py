@@ -112,9 +112,14 @@ class Strategy:
     def defer(self, model: torch.nn.Module, defers: bool) -> None:
         """Set whether a forward pass of a model leaves that decision to `backward`: it runs in a block of other models."""
 
-    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, reduced for these models; None means all that it reaches."""
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+    def backward(
+        self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, run: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Compute the gradients of a loss, reduced for these models; None means all that it reaches.
+
+        `run` takes the place of `loss.backward`: it computes the gradients of the loss, its own way.
+        """
+        (run or loss.backward)(**kwargs)  # type: ignore[no-untyped-call]
 
     def gradients(self, model: torch.nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Return the gradients of a model that are there now, each with its parameter."""

@@ -56,13 +56,13 @@ class LocalBackwardTimer:
         handle = last.register_post_accumulate_grad_hook(self._begun)  # type: ignore[no-untyped-call]
         weakref.finalize(replicated, handle.remove).atexit = False
 
-    def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    def backward(self, loss: torch.Tensor, run: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         """Run a pass that reduces gradients."""
         if self._was_missed and loss.requires_grad:
             loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
         self._is_awaited = True
         try:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            run(**kwargs)
             self._was_missed |= self._is_awaited
         finally:
             self._is_awaited = False
@@ -518,15 +518,17 @@ class DDPStrategy(Strategy):
         if isinstance(model, Replicated):
             model.__dict__["_defers"] = defers
 
-    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, run: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> None:
         with self._in_backward:
             for model in [known() for known in self._replicas] if reducing is None else reducing:
                 if isinstance(model, Replicated):
                     model.ready(loss)
             if self._timer is None:
-                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+                (run or loss.backward)(**kwargs)  # type: ignore[no-untyped-call]
             else:
-                self._timer.backward(loss, kwargs)
+                self._timer.backward(loss, run or loss.backward, kwargs)
 
     def step(self, model: torch.nn.Module) -> None:
         if isinstance(model, Replicated):

@@ -345,7 +345,9 @@ class FSDPStrategy(Strategy):
             "cannot step aside. Leave it out: loaders of prepare give every rank as many batches, and samples are counted exactly."
         )
 
-    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, run: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> None:
         models = self._models
         with self._in_backward:
             for sharded in models:
@@ -353,7 +355,7 @@ class FSDPStrategy(Strategy):
                     sharded.set_reduces(reducing is None or sharded.model() in reducing)
             self._is_in_backward = True
             try:
-                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+                (run or loss.backward)(**kwargs)  # type: ignore[no-untyped-call]
                 for sharded in models:
                     if sharded.reduces:
                         sharded.end_unseen_backward()
