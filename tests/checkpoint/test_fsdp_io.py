@@ -218,3 +218,20 @@ def test_with_the_plugin(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(save_both, tmp_path)
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         load(tmp_path / kind, not_at_all)
+
+
+def test_group_without_parameters_keeps_its_settings(tmp_path):
+    """An empty group (Trainer makes one for a LoRA model) comes back with the settings it had."""
+
+    def make(rate: float) -> Any:
+        model = Net()
+        groups = [{"params": list(model.parameters()), "lr": 0.1}, {"params": [], "lr": rate}]
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(groups))
+
+    accelerator, model, optimizer = make(0.2)
+    save_fsdp_optimizer(SHARDED, accelerator, optimizer, model, tmp_path)
+    accelerator, model, optimizer = make(0.3)
+    load_fsdp_optimizer(SHARDED, accelerator, optimizer, model, tmp_path)
+    empty = optimizer.param_groups[1]
+    assert (empty["lr"], empty["betas"], empty["params"]) == (0.2, (0.9, 0.999), [])

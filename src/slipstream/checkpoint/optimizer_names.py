@@ -66,10 +66,16 @@ def number_parameters(
             used.update(known)
             numbers.append(number)
             number += 1
-        made.append({**(settings or {}), "params": numbers})
+        made.append({**(settings or _settings_without_parameters(state, len(made), group)), "params": numbers})
     if left := [name for name in homes if name not in used]:
         raise CheckpointError(f"{where} has states of {_some(left)}, which this optimizer does not have. Make it of the same parameters.")
     return {**state, "state": states, "param_groups": made}
+
+
+def _settings_without_parameters(state: Mapping[str, Any], place: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a group that no parameter leads to: those stored at its place if that group was empty too, else its own."""
+    stored = state["param_groups"][place] if place < len(state["param_groups"]) else None
+    return stored if stored is not None and not stored["params"] else group
 
 
 def name_parameters(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

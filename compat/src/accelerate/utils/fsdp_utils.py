@@ -5,6 +5,7 @@ from accelerate._forwarding import forward_names
 __all__, __getattr__, __dir__ = forward_names(
     __name__,
     {
+        "accelerate._fsdp_checkpoints": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
         "accelerate.logging": "get_logger",
         "accelerate.utils.dataclasses": "get_module_class_from_name",
         "accelerate.utils.modeling": "get_non_persistent_buffers is_peft_model",
@@ -14,7 +15,6 @@ __all__, __getattr__, __dir__ = forward_names(
             enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
             fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy
             fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
-            get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
-            save_fsdp_model save_fsdp_optimizer""",
+            get_parameters_from_modules merge_fsdp_weights""",
     },
 )
