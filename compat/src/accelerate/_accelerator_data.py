@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = ["DataMixin"]
 
 
@@ -74,6 +76,16 @@ class DataMixin:
         built.config.resume = config.resume
         built._is_accelerate_prepared = True
         return built
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather results of all processes, one for each sample; see `slipstream.Accelerator.gather_for_metrics`.
+
+        With `use_gather_object` on several processes, tensors are lists of their rows, as in Accelerate: transformers' Trainer passes its
+        predictions so (`eval_use_gather_object`).
+        """
+        if use_gather_object and isinstance(input_data, torch.Tensor) and input_data.ndim and self._components.data_rank.world_size > 1:
+            input_data = list(input_data)
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader like this one without its first batches; see `accelerate.data_loader.skip_first_batches`."""

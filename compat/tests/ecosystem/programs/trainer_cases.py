@@ -6,12 +6,11 @@ Start it with `python`, `torchrun` or `accelerate launch`, with CASE_FOLDER set 
 from __future__ import annotations
 
 import os
-import shutil
 from typing import Any
 
 import numpy as np
 import torch
-from models import BATCH, RANK, WORLD, Classes, Stream, Tokens, arguments, bert, gpt2, pad, run_cases, summarize, t5, weigh
+from models import BATCH, WORLD, Classes, Stream, Tokens, arguments, bert, gpt2, pad, run_cases, summarize, t5, weigh
 from transformers import (
     EarlyStoppingCallback,
     Seq2SeqTrainer,
@@ -131,7 +130,9 @@ def half(folder: str) -> dict[str, Any]:
 def compiled(folder: str) -> dict[str, Any]:
     """torch.compile, through TrainingArguments."""
     trainer = train(folder, torch_compile=True, torch_compile_backend="aot_eager", max_steps=3, eval_strategy="steps", eval_steps=3)
-    return summarize(trainer, wrapped=type(trainer.model_wrapped).__name__)
+    modules = [trainer.model_wrapped, trainer.model]  # compiled in place, or wrapped
+    is_compiled = any(type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None for module in modules)
+    return summarize(trainer, compiled=is_compiled)
 
 
 def checkpointed(folder: str) -> dict[str, Any]:
@@ -291,10 +292,12 @@ def several_sets(folder: str) -> dict[str, Any]:
 
 
 def objects(folder: str) -> dict[str, Any]:
-    """Predictions gathered as objects."""
-    trainer = Trainer(model=bert(), args=arguments(folder, eval_use_gather_object=True))
-    output = trainer.predict(Classes(21, seed=1))
-    return {"count": int(sum(len(part) for part in output.label_ids)) if isinstance(output.label_ids, list) else len(output.label_ids)}
+    """Predictions gathered as objects, by batches (Trainer itself joins lists of objects by their positions)."""
+    data = Classes(21, seed=1)
+    trainer = Trainer(model=bert(), args=arguments(folder, eval_use_gather_object=True, eval_do_concat_batches=False))
+    labels = trainer.predict(data).label_ids
+    found = [int(label) for batch in labels for label in batch]
+    return {"count": len(found), "right": found == [int(data[index]["labels"]) for index in range(len(data))]}
 
 
 def generate(folder: str) -> dict[str, Any]:
@@ -456,11 +459,10 @@ def sharded_saved(folder: str) -> dict[str, Any]:
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     report["from 3"] = summarize(again)
     again.save_model(folder + "/final")
+    again.accelerator.wait_for_everyone()
     from transformers import GPT2LMHeadModel
 
     report["loaded"] = weigh(GPT2LMHeadModel.from_pretrained(folder + "/final"))
-    if RANK == 0:
-        shutil.rmtree(folder)
     return report
 
 
