@@ -323,6 +323,18 @@ def broken(folder, change):
     return folder
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_missing_left_on_meta(tmp_path, device_map):
+    """With allow_meta, weights that the file does not have stay without values, and the others are loaded."""
+    weights = {name: value for name, value in small().state_dict().items() if name != "layers.1.up.weight"}
+    safetensors.torch.save_file({name: value.clone() for name, value in weights.items()}, tmp_path / "model.safetensors")
+    model = empty_model()
+    with pytest.raises(CheckpointError, match="layers.1.up.weight"):
+        load_checkpoint_in_model(model, tmp_path, device_map)
+    assert load_checkpoint_in_model(model, tmp_path, device_map, allow_meta=True).missing == ("layers.1.up.weight",)
+    assert meta_names(model) == {"layers.1.up.weight"}
+
+
 def test_missing_extra_misshaped(tmp_path):
     """Missing extra and misshaped tensors are named and change nothing."""
     def missing(state):

@@ -7,19 +7,20 @@ them still come in blocks: `BlockedWeightsLoader` maps, prefetches and releases 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.big_models.device_map.partition import find_offload_blocks, is_called
-from slipstream.big_models.device_map.validation import HOST, ResolvedDeviceMap
+from slipstream.big_models.device_map.validation import HOST, ResolvedDeviceMap, format_names
 from slipstream.big_models.dispatch import Dispatcher, choose_execution_device, find_dispatch_blocks, has_offloaded_modules
-from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, add_hook_to_module
-from slipstream.big_models.hooks.weight_swap import find_slots
+from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, add_hook_to_module, get_hooks
+from slipstream.big_models.hooks.weight_swap import OWNER_ATTRIBUTE, find_slots
 from slipstream.big_models.weight_store.store import PageBundle
 from slipstream.big_models.weight_store.weights import ConvertedBundle, OffloadedWeightsLoader
+from slipstream.errors import StateError
 
 __all__ = ["BlockedWeightsLoader", "LayerDispatcher", "dispatch_layers", "offload_layers"]
 
@@ -94,6 +95,8 @@ class LayerDispatcher(Dispatcher):
         loader.set_blocks(self._page_blocks)
         super()._attach(blocks, loader, tied)
         self._attach_to_rest(tied)
+        if not any(isinstance(check, LostWeightsCheck) for check in self._model._forward_pre_hooks.values()):
+            self._model.register_forward_pre_hook(LostWeightsCheck())
 
     def _attach_to_rest(self, tied: Any) -> None:
         """Put a hook on every other module that is called and has tensors: peft and diffusers ask it where the module runs."""
@@ -104,6 +107,39 @@ class LayerDispatcher(Dispatcher):
             if next(find_slots(module, recurse=True), None) is not None:
                 hook = AlignDevicesHook(self._device_of(name), skip_keys=self._skip_keys, tied_params_map=tied)
                 add_hook_to_module(module, hook)
+
+
+class LostWeightsCheck:
+    """Refuses to run a model that has weights on the meta device which no hook loads: torch computes with them, and the result is noise.
+
+    peft moves a new adapter to the device of its layer, which for an offloaded layer is the meta device, and its values are gone. The
+    model is searched at its first forward, and at each one that builds a graph.
+    """
+
+    def __init__(self) -> None:
+        self._searched = False
+
+    def __call__(self, model: nn.Module, _: Any) -> None:
+        if (self._searched and not torch.is_grad_enabled()) or torch.compiler.is_compiling() or not hasattr(model, "_hf_hook"):
+            return
+        if lost := list(_lost_weights(model, "", False)):
+            raise StateError(
+                f"{format_names(lost)}: on the meta device, and no hook loads them, so that they have no values. An adapter that is made "
+                "beside offloaded weights gets there. Make it while the model is in memory, then call dispatch_model with the adapter on a "
+                "device; or load a saved one with PeftModel.from_pretrained, which dispatches the model again."
+            )
+        self._searched = True
+
+
+def _lost_weights(module: nn.Module, name: str, is_loaded: bool) -> Iterator[str]:
+    hooks = [hook for hook in get_hooks(module) if isinstance(hook, AlignDevicesHook) and hook.offload]
+    if not is_loaded and not hooks:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not hasattr(parameter, OWNER_ATTRIBUTE):
+                yield f"{name}.{key}" if name else key
+    is_loaded = is_loaded or any(hook.place_submodules for hook in hooks)
+    for key, child in module.named_children():
+        yield from _lost_weights(child, f"{name}.{key}" if name else key, is_loaded)
 
 
 def _is_within(name: str, blocks: Collection[str]) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from accelerate._forwarding import forward_names
 from slipstream.big_models.device_map import sizes as core_sizes
+from slipstream.big_models.device_map.plan import get_max_memory as core_max_memory
 from slipstream.big_models.device_map.validation import find_entry
 from slipstream.errors import CheckpointError
 
@@ -42,14 +43,15 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "slipstream.utils": """SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME align_module_device
             calculate_maximum_sizes check_tied_parameters_in_config
             check_tied_parameters_on_same_device compute_module_sizes
-            get_grad_scaler get_max_memory get_mixed_precision_context_manager has_offloaded_params id_tensor_storage
+            get_grad_scaler get_mixed_precision_context_manager has_offloaded_params id_tensor_storage
             is_peft_model load_offloaded_weights load_state_dict named_module_tensors retie_parameters
             set_module_tensor_to_device""",
     },
 )
 
 __all__ = [
-    *_forwarded, "check_device_map", "convert_file_size_to_int", "dtype_byte_size", "find_tied_parameters", "load_checkpoint_in_model",
+    *_forwarded, "check_device_map", "convert_file_size_to_int", "dtype_byte_size", "find_tied_parameters", "get_max_memory",
+    "load_checkpoint_in_model",
 ]
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,18 @@ def dtype_byte_size(dtype: torch.dtype | str) -> float:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."))
     return 1 / 8 if dtype is torch.bool else core_sizes.dtype_byte_size(dtype)
+
+
+def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict[int | str, int]:
+    """Return the budget of every device in bytes; without one, what is free.
+
+    Sizes in words are replaced in the dict that was given, too: transformers compares them with the result.
+    """
+    found = core_max_memory(max_memory)
+    for device, size in list((max_memory or {}).items()):
+        if isinstance(size, str) and max_memory is not None:
+            max_memory[device] = found[device]
+    return found
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:
