@@ -68,7 +68,7 @@ _PARADIGMS = (
     Row("--use_deepspeed", None, False, _NOT_RUN + "DeepSpeed. --use_fsdp shards in the same way as ZeRO."),
     Row("--use_fsdp", None, False, "Shard models over the processes."),
     Row("--use_parallelism_config", None, False, "Lay the processes out as the --parallelism_config_ sizes say."),
-    Row("--use_megatron_lm", None, False, _NOT_RUN + "Megatron-LM."),
+    Row("--use_megatron_lm", None, False, "Megatron-LM, which does not run here: an Accelerator raises."),
 )
 _MACHINES = (
     Row("--gpu_ids", str, None, "Which accelerators of this machine: all, or numbers separated by commas."),
@@ -87,11 +87,11 @@ _MACHINES = (
 _TPU = (
     Row("--tpu_cluster", None, False, _NOT_RUN + "TPU pods.", {"dest": "tpu_use_cluster"}),
     Row("--no_tpu_cluster", None, False, "No TPU pod.", {"dest": "tpu_use_cluster", "action": "store_const", "const": False}),
-    Row("--tpu_use_sudo", None, False, _NOT_RUN + "TPU pods."),
-    Row("--vm", str, None, _NOT_RUN + "TPU pods.", {"action": "append"}),
-    Row("--env", str, None, _NOT_RUN + "TPU pods.", {"action": "append"}),
+    Row("--tpu_use_sudo", None, False, "For TPU pods, which do not run here."),
+    Row("--vm", str, None, "For TPU pods, which do not run here.", {"action": "append"}),
+    Row("--env", str, None, "For TPU pods, which do not run here.", {"action": "append"}),
     Row("--main_training_function", str, None, "For TPUs: the function that runs. Scripts are started whole here."),
-    Row("--downcast_bf16", None, False, _NOT_RUN + "TPUs."),
+    Row("--downcast_bf16", None, False, "For TPUs, which do not run here."),
 )
 _DEEPSPEED = tuple(
     Row(f"--{name}", kind, None, f"DeepSpeed (not run here): {meaning}.")

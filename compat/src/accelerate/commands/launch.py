@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate._enumerations import ComputeEnvironment
 from accelerate._forwarding import forward_names
 from accelerate.commands._launch_arguments import DYNAMO_BACKENDS, add_launch_arguments
+from accelerate.commands._unused_options import name_unused
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, default_config_file, load_config_from_file
 from accelerate.commands.utils import CustomArgumentParser
 from accelerate.utils.launch import launch_environment, prepare_simple_launcher_cmd_env, refuse
@@ -243,32 +244,12 @@ def _nccl_variables(device: str, plan: LaunchPlan, args: argparse.Namespace) -> 
     return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
-def _name_unused(args: argparse.Namespace, defaults: Any) -> None:
-    """Say which keys of the file ask for something that has no effect here."""
-    if args.quiet or not isinstance(defaults, ClusterConfig):
-        return
-    kind = str(defaults.distributed_type)
-    unused = [
-        ("deepspeed_config", kind != "DEEPSPEED", f"distributed_type is {kind}"),
-        ("megatron_lm_config", kind != "MEGATRON_LM", f"distributed_type is {kind}"),
-        ("fsdp_config", not args.use_fsdp, f"distributed_type is {kind}"),
-        ("fp8_config", args.mixed_precision != "fp8", f"mixed_precision is {args.mixed_precision}"),
-        *((key, True, "it is for TPUs") for key in ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "tpu_use_sudo")),
-    ]
-    for key, idle, why in unused:
-        if idle and getattr(defaults, key):
-            print(f"accelerate launch: {key} in the configuration file has no effect: {why}.", file=sys.stderr)
-    if str(defaults.downcast_bf16).lower() not in ("no", "false"):
-        print("accelerate launch: downcast_bf16 in the configuration file has no effect: it is for TPUs.", file=sys.stderr)
-    if defaults.main_training_function != "main":
-        print("accelerate launch: main_training_function has no effect: scripts are started whole.", file=sys.stderr)
-
-
 def _prepare(args: argparse.Namespace) -> tuple[argparse.Namespace, LaunchPlan | None]:
     """Return the complete arguments, and the plan, unless mpirun starts the processes."""
+    typed = set(getattr(args, "nondefault", ()))
     args, defaults, _ = _validate_launch_command(args)
     _refuse_engines(args, defaults)
-    _name_unused(args, defaults)
+    name_unused(args, typed, defaults)
     return args, None if args.mpirun_hostfile else _plan(args)[0]
 
 

@@ -95,29 +95,45 @@ def _ask_mesh() -> dict[str, Any]:
     }
 
 
+def _ask_mpi() -> dict[str, Any]:
+    if not _ask_yes_no("Start the processes with mpirun?"):
+        return {}
+    return {"mpirun_hostfile": os.path.expanduser(_ask_text("Which file lists the hosts?", "~/hostfile") or "")}
+
+
+def _ask_processes(kind: int, family: str, count: int) -> dict[str, Any]:
+    """Ask what the chosen kind of job leaves open."""
+    found: dict[str, Any] = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "same_network": True}
+    if kind == 0:
+        found["use_cpu"] = _ask_yes_no("Compute on the CPU, even where there is an accelerator?")
+        if not found["use_cpu"]:
+            found["gpu_ids"] = _ask_text("Which accelerator of this machine (all, or its number)?", "all")
+    elif kind == 1:
+        found |= {"distributed_type": "MULTI_CPU", "use_cpu": True, **_ask_machines(), "mpirun_config": _ask_mpi()}
+        found["num_processes"] = _ask_number("How many processes in total?", 2)
+    else:
+        found |= {"use_cpu": False, **_ask_machines()}
+        sharded = _ask_yes_no("Shard models over the processes (FSDP)?")
+        found["distributed_type"] = "FSDP" if sharded else "MULTI_GPU" if family in ("cpu", "cuda") else f"MULTI_{family.upper()}"
+        found["num_processes"] = _ask_number("How many processes in total?", max(1, count) * found["num_machines"])
+        if sharded:
+            found |= {"fsdp_config": _ask_sharding(), "parallelism_config": _ask_mesh()}
+        else:
+            found["gpu_ids"] = _ask_text("Which accelerators of this machine (all, or numbers separated by commas)?", "all")
+        found["enable_cpu_affinity"] = family == "cuda" and _ask_yes_no("Bind each process to the cores next to its GPU?")
+    return found
+
+
 def get_cluster_input() -> ClusterConfig:
     """Ask all questions about this machine and return the configuration."""
     family, count = count_without_torch(dict(os.environ))
-    kind = _ask_options("What runs?", list(_KINDS), int, default=2 if count > 1 else 0)
-    found: dict[str, Any] = {"distributed_type": "NO", "use_cpu": count == 0, "num_processes": 1}
-    if kind == 1:
-        found |= {"distributed_type": "MULTI_CPU", "use_cpu": True, **_ask_machines()}
-        found["num_processes"] = _ask_number("How many processes in total?", 2)
-    elif kind == 2:
-        found |= {"use_cpu": False, **_ask_machines()}
-        shared = "MULTI_GPU" if family.type in ("cpu", "cuda") else f"MULTI_{family.type.upper()}"
-        found["distributed_type"] = "FSDP" if _ask_yes_no("Shard models over the processes (FSDP)?") else shared
-        found["num_processes"] = _ask_number("How many processes in total?", max(1, count) * found["num_machines"])
-        found["gpu_ids"] = _ask_text("Which accelerators of this machine (all, or numbers separated by commas)?", "all")
-        if found["distributed_type"] == "FSDP":
-            found["fsdp_config"] = _ask_sharding()
-            found["parallelism_config"] = _ask_mesh()
-    elif not found["use_cpu"]:
-        found["use_cpu"] = _ask_yes_no("Compute on the CPU, although there is an accelerator?")
+    kind = int(_ask_options("What runs?", list(_KINDS), int, default=2 if count > 1 else 0))
+    found = _ask_processes(kind, family.type, count)
     found["dynamo_config"] = _ask_compilation()
     precisions = ["no", "fp16", "bf16", "fp8"]
     found["mixed_precision"] = _ask_options("Which number format does training use?", precisions, lambda number: precisions[int(number)])
     if found["mixed_precision"] == "fp8":
         found["fp8_config"] = {"backend": "AO"}
     found["debug"] = kind != 0 and _ask_yes_no("Check before each collective call that the processes agree on shapes (slower)?")
-    return ClusterConfig(compute_environment=ComputeEnvironment.LOCAL_MACHINE, **found)
+    # The two keys of TPUs are written as Accelerate writes them, so that files can be compared
+    return ClusterConfig(compute_environment=ComputeEnvironment.LOCAL_MACHINE, downcast_bf16="no", tpu_env=[], **found)  # type: ignore[arg-type]
