@@ -351,8 +351,9 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         """Note that all batches were read."""
         if self.use_stateful_dataloader:
             self.dl_state_dict["_iterator_finished"] = True
-        if self._known_remainder(0) < 0 and self._last_shares() is None:
-            self._final_remainder = -1
+        known, shares = self._known_remainder(0), self._last_shares()
+        if self._kind == "batches" or shares is None:  # batches of no certain size, or this process had none of the last batch
+            self._final_remainder = known
 
     def _count_known(self, loader_pass: LoaderPass) -> int | None:
         """Return how many batches the pass has; None if that is not certain."""

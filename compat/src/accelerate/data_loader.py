@@ -183,7 +183,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         loader_pass = self._epochs.live[-1]
         self._announce_epoch(epoch)
         data_rank = self.data_rank
-        rounds = self._read_rounds(loader_pass) if data_rank.rank == 0 else iter(())
+        rounds = self._read_rounds(loader_pass) if data_rank.rank == 0 else self._keep_in_step()
         number, end = loader_pass.begun_at, False
         total = self._count_known(loader_pass)
         while not end:
@@ -197,6 +197,11 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             if end:
                 self._final_remainder = sum(real)
             yield batch, shares, end, 0 if end else None if total is None else max(1, total - number + loader_pass.begun_at)
+
+    def _keep_in_step(self) -> Iterator[list[Any]]:
+        """Draw what torch draws where the first process begins to read, so that random states that are equal stay so."""
+        torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
+        return iter(())
 
     def _send(self, parts: Any) -> Any:
         data_rank = self.data_rank
@@ -226,6 +231,8 @@ class DataLoaderDispatcher(DataLoaderAdapter):
 
     def _rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         while found := list(islice(batches, self._reads)):
+            if self._drop_last and len(found) < self._reads:
+                return
             yield found
 
     def _first_rows(self, batches: Sequence[Any]) -> Any:
@@ -243,7 +250,8 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             return [(batches[0], [size], [size], last)]
         own_slices = self.slice_fn is not slice_tensors
         sizes = [_rows(batch) for batch in batches]
-        if not self.split_batches and len(batches) == ranks and not own_slices and (not last or len(set(sizes)) == 1):
+        dealt = not self.split_batches and len(batches) == ranks and not own_slices
+        if dealt and (len(set(sizes)) == 1 or (not last and sum(sizes) % ranks)):
             return [(batch, sizes, sizes, last) for batch in batches]
         whole = _join(batches)
         total = _rows(whole)
