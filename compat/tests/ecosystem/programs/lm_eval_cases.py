@@ -62,8 +62,9 @@ def write_tasks(folder: Path) -> None:
 
 def evaluate(model: type[HFLM], folder: Path) -> dict[str, Any]:
     """Return scores and answers by task; lm-eval gathers them on the main process."""
-    with PartialState().main_process_first():
-        if PartialState().is_main_process:
+    state = PartialState(cpu=True)
+    with state.main_process_first():
+        if state.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             write_tasks(folder)
             qwen2().save_pretrained(folder / "model")
@@ -75,9 +76,10 @@ def evaluate(model: type[HFLM], folder: Path) -> dict[str, Any]:
     )
     if found is None:
         return {}
-    answers = {task: sorted((row["doc_id"], repr(row["filtered_resps"])) for row in rows) for task, rows in found["samples"].items()}
+    ordered = {task: sorted(rows, key=lambda row: row["doc_id"]) for task, rows in found["samples"].items()}
+    answers = {task: [row["filtered_resps"] for row in rows] for task, rows in ordered.items()}
     scores = {task: {name: value for name, value in row.items() if isinstance(value, float)} for task, row in found["results"].items()}
-    return {"scores": scores, "answers": answers, "processes": PartialState().num_processes}
+    return {"scores": scores, "answers": answers, "processes": state.num_processes}
 
 
 def shared(folder: str) -> dict[str, Any]:
