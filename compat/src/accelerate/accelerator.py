@@ -145,6 +145,12 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
                 warnings.warn(f"{type(handler).__name__} has no effect here: {reason}.", stacklevel=3)
         return kept
 
+    def __getattr__(self, name: str) -> Any:
+        prepared = getattr(type(self), name, None)
+        if isinstance(prepared, property) and prepared.fget is not None:
+            return prepared.fget(self)  # it raised AttributeError, after a reset of the state: say so again, in its own words
+        return super().__getattr__(name)
+
     def __reduce__(self) -> Any:
         kind, (_, arguments, added) = super().__reduce__()
         return _rebuild, (type(self), arguments, added, list(self._dataloaders))
