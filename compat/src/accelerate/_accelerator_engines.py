@@ -18,7 +18,6 @@ __all__ = ["EnginesMixin"]
 class EnginesMixin:
     """DeepSpeed, Megatron-LM, TransformerEngine, context parallelism and LOMO, as far as scripts ask for them."""
 
-    flag_tensor: Any = None
     deepspeed_engine_wrapped: Any = None
     deepspeed_config: Any = None
     has_lomo_optimizer = False

@@ -17,6 +17,7 @@ import torch
 from accelerate._accelerator_checkpoints import CheckpointsMixin
 from accelerate._accelerator_data import DataMixin
 from accelerate._accelerator_engines import EnginesMixin
+from accelerate._accelerator_loop import LoopMixin
 from accelerate._accelerator_trackers import TrackersMixin
 from accelerate._forwarding import forward_names
 from accelerate._gradient_state import GradientState
@@ -26,7 +27,6 @@ from accelerate.state import AcceleratorState
 from slipstream.accelerator import Accelerator as _Accelerator
 from slipstream.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from slipstream.config.sources import environment
-from slipstream.distributed import collectives
 from slipstream.errors import ConfigError
 from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from slipstream.strategies.ddp_options import DistributedDataParallelKwargs
@@ -36,7 +36,7 @@ _split_batches = object()
 _WRAPPED_BY_FSDP = "models are sharded, and not wrapped in DistributedDataParallel"
 
 
-class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Accelerator):
+class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, EnginesMixin, _Accelerator):
     """Prepare and run a training loop on one or many processes, as scripts written for Accelerate expect it.
 
     >>> accelerator = Accelerator(cpu=True)
@@ -87,8 +87,8 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
             fsdp_plugin, parallelism_config = state.fsdp_plugin, parallelism_config or state.parallelism_config
         self._ineffective: dict[str, Any] = {}
         handlers = self._leave_out_ineffective(handlers, state, fsdp_plugin)
-        if dynamo_backend is None and dynamo_plugin is None:
-            dynamo_plugin = TorchDynamoPlugin()
+        if dynamo_plugin is None:
+            dynamo_plugin, dynamo_backend = TorchDynamoPlugin(backend=dynamo_backend), None
         try:
             super().__init__(
                 device_placement=device_placement,
@@ -100,7 +100,7 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
                 fsdp_plugin=fsdp_plugin,
                 rng_types=rng_types,
                 log_with=log_with,
-                project_dir=project_dir,
+                project_dir=_choose_project(project_dir, project_config),
                 project_config=project_config,
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
                 step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -117,7 +117,9 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
             raise
         self._components.gradient_state.set_closing = self._components.stepper.set_closing
         self.step = 0
-        """Accelerate counts batches here; the windows of this class are counted for each model. Kept for scripts that read it."""
+        """How many batches `accumulate` has seen since the beginning, or since a loader ended; scripts read it."""
+        if self.state.dynamo_plugin is None:
+            self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # scripts print it
         self._own = frozenset(vars(self))
 
     # -- assembly -------------------------------------------------------------------------------------------------
@@ -243,41 +245,12 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
         super().free_memory()
         return [None] * count
 
-    # -- the loop -------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss; `weight=` (of Slipstream) says that it is a sum over that many samples or tokens."""
-        stepper = self._components.stepper
-        if not stepper.models:
-            stepper._losses_to_check = 0  # a model that the script wrapped itself, as the Trainer allows
-        super().backward(loss, **kwargs)
-
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
         """Return the user's model inside any wrappers; see `accelerate.utils.extract_model_from_parallel`."""
         from accelerate.utils.other import extract_model_from_parallel
 
         inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return inner
-
-    # -- collectives: with one process they return what they are given, as scripts written for Accelerate expect --------
-
-    def gather(self, tensor: Any) -> Any:
-        """Return the data of all processes, tensors joined along the first dimension."""
-        state = self.state
-        return tensor if state._runtime.process.world_size == 1 else _verified("gather", tensor, self._gather_tensors)
-
-    def _gather_tensors(self, tensor: Any) -> Any:
-        return collectives.gather(self.state.channel(), self.state.limits, tensor)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors, arrays or numbers over the processes (sum, mean, max or min), and multiply by `scale`."""
-        return _verified("reduce", tensor, super().reduce, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along `dim` to the largest size over the processes."""
-        from accelerate.utils.operations import pad_across_processes
-
-        return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -300,21 +273,6 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, EnginesMixin, _Acc
         return self._handlers.autocast or self._ineffective.get("AutocastKwargs")
 
 
-def _verified(name: str, tensor: Any, collective: Any, *arguments: Any) -> Any:
-    """Call a collective; in debug mode after comparing the shapes of all processes, as `accelerate.utils` does."""
-    from accelerate.state import PartialState
-
-    if not PartialState().debug:
-        return collective(tensor, *arguments)
-    from accelerate.utils.operations import verify_operation
-
-    def call(tensor: Any) -> Any:
-        return collective(tensor, *arguments)
-
-    call.__module__, call.__name__ = "accelerate.Accelerator", name
-    return verify_operation(call)(tensor)
-
-
 def _choose_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int | None:
     """Return the batches per update; the variable of the launcher is stronger than the argument, as in Accelerate."""
     told = environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
@@ -328,6 +286,15 @@ def _choose_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int 
     if told is not None:
         steps = int(told)
     return None if steps == 1 else steps
+
+
+def _choose_project(project_dir: Any, project_config: Any) -> Any:
+    """Return the folder of the run; that of the configuration is stronger than the argument, as in Accelerate."""
+    told = getattr(project_config, "project_dir", None)
+    if project_dir is None or told is None or str(told) == str(project_dir):
+        return project_dir
+    warnings.warn(f"project_dir={str(project_dir)!r} has no effect: project_config says {str(told)!r}.", stacklevel=3)
+    return None
 
 
 def _why_without_effect(handler: Any, state: AcceleratorState, fsdp_plugin: Any) -> str | None:

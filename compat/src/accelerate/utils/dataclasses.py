@@ -148,6 +148,7 @@ class TorchDynamoPlugin(_TorchDynamoPlugin):
     def __post_init__(self) -> None:
         if self.backend is None:
             self.backend = os.environ.get(_DYNAMO + "BACKEND", "no")
+        _check_backend_name(self.backend)
         if self.mode is None and self.options is None:
             self.mode = os.environ.get(_DYNAMO + "MODE", "default")
         for name, variable in (("fullgraph", "USE_FULLGRAPH"), ("use_regional_compilation", "USE_REGIONAL_COMPILATION")):
@@ -157,6 +158,15 @@ class TorchDynamoPlugin(_TorchDynamoPlugin):
         if self.dynamic is None and dynamic is not None:
             self.dynamic = bool(str_to_bool(dynamic))
         super().__post_init__()
+
+
+def _check_backend_name(backend: Any) -> None:
+    if not isinstance(backend, str) or backend.upper() in DynamoBackend:
+        return
+    import torch._dynamo
+
+    if backend not in (known := torch._dynamo.list_backends(exclude_tags=None)):
+        raise ConfigError(f"TorchDynamoPlugin(backend={backend!r}): there is no such backend; write one of {', '.join(['no', *known])}")
 
 
 _FSDP_VARIABLES = {
