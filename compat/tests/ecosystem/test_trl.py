@@ -6,8 +6,12 @@ program on it, to the last digit.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from client_runs import REAL, Reports, approx, find_report, run_program
+from client_runs import PROGRAMS, REAL, Reports, approx, find_report, run_program
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600)]
 PROGRAM = "trl_cases.py"
@@ -59,3 +63,19 @@ def test_each_process_draws_its_own_completions(one, two):
 def test_equal_to_accelerate(processes, case):
     expected, found = run_program(PROGRAM, processes, real=True), run_program(PROGRAM, processes)
     assert find_report(found, case) == find_report(expected, case)
+
+
+def test_command_line(tmp_path):
+    """`trl sft` starts its script through the drop-in's launcher."""
+    make = "from trl_cases import qwen2, texts; from words import make_tokenizer; import sys; folder = sys.argv[1]; "
+    make += "qwen2().save_pretrained(folder + '/model'); make_tokenizer().save_pretrained(folder + '/model'); "
+    make += "texts().to_json(folder + '/data/train.jsonl')"
+    (tmp_path / "data").mkdir()
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], check=True, cwd=PROGRAMS)
+    launcher = ["--cpu", "--num_processes", "2"]
+    data = ["--model_name_or_path", "model", "--dataset_name", "data", "--output_dir", "out"]
+    training = ["--max_steps", "2", "--report_to", "none", "--use_cpu", "--bf16", "false", "--max_length", "8"]
+    words = [str(Path(sys.executable).parent / "trl"), "sft", *data, *training, *launcher]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
