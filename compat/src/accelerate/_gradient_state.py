@@ -30,6 +30,11 @@ class GradientState(_GradientState):
         """Whether the shared dictionary is filled."""
         return "plugin" in self.__dict__
 
+    @property
+    def num_steps(self) -> int:
+        """The number of batches of one update; 1 after a reset, for the Accelerators that were made before and end later."""
+        return super().num_steps if self.initialized else 1
+
     @classmethod
     def _reset_state(cls) -> None:
         """Forget everything that is shared."""

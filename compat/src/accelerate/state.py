@@ -134,6 +134,11 @@ class _SharedView:
         """Whether the shared dictionary is filled."""
         return "_runtime" in self.__dict__
 
+    @property
+    def runtime(self) -> Any:
+        """What all states of this process share; after a reset too, because Accelerators that were made before end later."""
+        return self.__dict__.get("_runtime") or current_or_none()
+
     def _fill(self, fill: Callable[[], None]) -> None:
         """Fill the dictionary; one that could not be filled is left empty."""
         try:
