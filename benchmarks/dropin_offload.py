@@ -3,8 +3,8 @@
     python benchmarks/dropin_offload.py [--accelerate FOLDER] [--rounds 5] [--tokens 64] [--only MODEL] [--json FILE]
 
 Run it with the interpreter of an environment that has transformers and the drop-in (`make test-ecosystem` makes `.venv-ecosystem`).
-Accelerate 1.15 is put in front of the path from a folder of its own, which is filled if it does not exist. The two alternate, each time in a
-new process with one thread; files are in the page cache. All layers of a GPT-2 are on the disk, embeddings and head in memory. Goal: load
+Accelerate 1.15 is put in front of the path from a folder of its own, which is filled if it does not exist. The two alternate, each time in
+a new process with one thread; files are in the page cache. All layers of a GPT-2 are on the disk, embeddings and head in memory. Goal: load
 and generate together at most 0.3 x, and the same tokens. For information: the same model whole in memory, by transformers alone.
 """
 
