@@ -247,13 +247,13 @@ def is_torch_distributed_available() -> bool:
 
 
 def _required(name: str) -> Callable[[_Function], _Function]:
-    def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
+    def decorate(func: _Function) -> _Function:
+        @functools.wraps(func)
         def guarded(*arguments: Any, **options: Any) -> Any:
             if not installed(name):
                 remedy = f"pip install {PACKAGES[name].distributions[0]}"
-                raise ImportError(f"{function.__qualname__} needs {name}, which is not installed: {remedy}")
-            return function(*arguments, **options)
+                raise ImportError(f"{func.__qualname__} needs {name}, which is not installed: {remedy}")
+            return func(*arguments, **options)
 
         return guarded  # type: ignore[return-value]
 

@@ -47,9 +47,9 @@ __all__, __getattr__, __dir__ = forward_names(
     },
 )
 __all__ += [
-    "ComputeEnvironment", "DYNAMO_BACKENDS", "DistributedType", "SageMakerConfig", "default_config_file", "deepspeed_launcher",
-    "launch_command", "launch_command_parser", "load_config_from_file", "main", "multi_gpu_launcher", "prepare_simple_launcher_cmd_env",
-    "sagemaker_launcher", "simple_launcher", "tpu_launcher", "tpu_pod_launcher",
+    "ComputeEnvironment", "CustomHelpFormatter", "DYNAMO_BACKENDS", "DistributedType", "SageMakerConfig", "clean_option",
+    "default_config_file", "deepspeed_launcher", "launch_command", "launch_command_parser", "load_config_from_file", "main",
+    "multi_gpu_launcher", "prepare_simple_launcher_cmd_env", "sagemaker_launcher", "simple_launcher", "tpu_launcher", "tpu_pod_launcher",
 ]
 
 _BLOCKS = ("deepspeed_config", "fsdp_config", "parallelism_config", "megatron_lm_config", "dynamo_config", "mpirun_config")
@@ -69,6 +69,19 @@ _SAME = (
     *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"),
 )
 """Options with the same name and meaning here and there."""
+
+
+class CustomHelpFormatter(argparse.HelpFormatter):
+    """The formatter of the help of `accelerate launch`: it shows every option."""
+
+
+def clean_option(option: str) -> str | None:
+    """Return the name of a long option, and None for anything else.
+
+    >>> clean_option("--use_fsdp"), clean_option("-m")
+    ('use_fsdp', None)
+    """
+    return option[2:] if option.startswith("--") else None
 
 
 def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:

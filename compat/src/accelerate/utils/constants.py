@@ -44,7 +44,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES, "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_CPU", "MULTI_HPU", "MULTI_NEURON",
 ]  # fmt: skip
 
-_forwarded, _find, __dir__ = forward_names(
+_forwarded, _find, _dir = forward_names(
     __name__,
     {
         "slipstream.utils": """MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME
@@ -62,3 +62,7 @@ def __getattr__(name: str) -> Any:
         nn = torch.nn
         return (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
     return _find(name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_dir(), "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"])

@@ -204,6 +204,14 @@ class FullyShardedDataParallelPlugin(_FullyShardedDataParallelPlugin):
                 setattr(self, name, _read_fsdp_option(name, str(text)))
         super().__post_init__()
 
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Make the policy of "bf16", "fp16" or a dtype; one that is there is kept without `override`."""
+        if buffer_autocast:
+            import warnings
+
+            warnings.warn("set_mixed_precision(buffer_autocast=True) has no effect: sharded models keep their buffers", stacklevel=2)
+        super().set_mixed_precision(mixed_precision, override=override)
+
 
 def _read_fsdp_option(name: str, text: str) -> Any:
     if name in _FSDP_FLAGS:
