@@ -114,7 +114,8 @@ class ShardedLoader(DataLoader[Any]):
     _is_over: Callable[[], bool]
     _position: int
     """Samples (rounds of batches, with a batch sampler of the user) that were handed out to all ranks in this pass."""
-    _resume: int | None
+    _resume: _Span | None
+    """The epoch and the position in it where a pass continues."""
     _warned: bool
     _inner: DataLoader[Any]
 
@@ -181,9 +182,10 @@ class ShardedLoader(DataLoader[Any]):
         return len(self._spans())
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator: nothing happens before the first batch is asked for
-        resume, self.__dict__["_resume"] = self._resume, None
         state, policy, ranks = self.__dict__, self._policy(), self.world_size
-        state["_position"] = resume or 0
+        epoch, position = self._resume or (0, 0)
+        state["_resume"] = None
+        state["_position"] = position if epoch == self.global_sampler.epoch else 0
         spans = self._spans(self._position)
         self._tell_repeats(spans, policy)
         weighs = policy == "weigh"
@@ -209,12 +211,12 @@ class ShardedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: how many samples of the epoch's order all ranks together were given; 0 at the end of an epoch."""
         length = self._length()
-        position = self._position if self._resume is None else self._resume
+        position = self._position if self._resume is None else self._resume[1]
         over = position >= length or self._is_over()
         return {"samples": 0 if over else position, "length": length, "epoch": self.global_sampler.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin at a saved position; the epoch is that of the trainer."""
+        """Let the next pass begin at a saved position, if it is of the same epoch."""
         samples, length = state.get("samples"), state.get("length")
         if not isinstance(samples, int) or not isinstance(length, int):
             raise ConfigError(
@@ -226,8 +228,9 @@ class ShardedLoader(DataLoader[Any]):
                 f"the checkpoint was saved after {samples} of {length} samples of an epoch, and {type(self.dataset).__name__} has "
                 f"{self._length()} now: in the middle of an epoch the data has to be the same"
             )
-        self.__dict__["_resume"] = samples or None
-        self.global_sampler.set_epoch(int(state.get("epoch", 0)))
+        epoch = int(state.get("epoch", 0))
+        self.__dict__["_resume"] = (epoch, samples) if samples else None
+        self.global_sampler.set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
         if (name.startswith("__") and name.endswith("__")) or "original" not in self.__dict__:

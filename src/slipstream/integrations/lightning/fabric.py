@@ -95,7 +95,8 @@ class SlipstreamFabricStrategy(StrategyMixin, ParallelStrategy):  # type: ignore
 
     def _configure_launcher(self) -> None:
         self._check_devices()
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.num_processes * self.num_nodes > 1:  # one process needs no launcher, and leaves no variables behind
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _set_world_ranks(self) -> None:
         self._name_ranks()

@@ -222,7 +222,7 @@ class HostedRuntime:
         return collectives.broadcast_objects(state.channel(), state.limits, [value], source, operation="broadcast")[0]
 
     def reduce(self, tensor: torch.Tensor, group: Any, operation: Any) -> torch.Tensor:
-        """Combine a tensor over the ranks, in place, and return it."""
+        """Combine a tensor over the ranks, in place, and return it; a mean of whole numbers that is none is returned as a new tensor."""
         if not self.communicates:
             return tensor
         if not _is_world(group):
@@ -231,8 +231,14 @@ class HostedRuntime:
         reduction = _reduction_name(operation)
         whole_number = reduction == "mean" and not tensor.is_floating_point() and not tensor.is_complex()
         result = collectives.reduce(state.channel(), state.limits, tensor.detach(), "sum" if whole_number else reduction)
+        if whole_number:
+            # Lightning logs the mean of a batch size, which ranks with different ones need exactly: cut off, metrics would be wrong.
+            mean: torch.Tensor = result / state.num_processes
+            if not torch.equal(mean, mean.trunc()):
+                return mean
+            result = mean
         with torch.no_grad():
-            return tensor.copy_(result / state.num_processes if whole_number else result)
+            return tensor.copy_(result)
 
     def all_gather(self, tensor: torch.Tensor, group: Any, with_gradient: bool) -> torch.Tensor:
         """Return the tensors of all ranks, stacked."""

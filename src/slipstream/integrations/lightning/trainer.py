@@ -91,7 +91,8 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
         self._check_devices()
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.num_processes * self.num_nodes > 1:  # one process needs no launcher, and leaves no variables behind
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell Lightning's environment, and its functions for rank zero, which process this is."""
