@@ -64,6 +64,8 @@ DEVICE_FAMILIES = frozenset({"cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", 
 MAY_NAME_DEVICES = {
     "devices/table.py": "the table itself",
     "public_names.py": "public names that scripts import, such as is_npu_available",
+    "migrate/process_rules.py": "calls that it looks for in scripts, such as torch.cuda.set_device",
+    "migrate/training_rules.py": "calls that it looks for in scripts, such as torch.cuda.amp.autocast",
     "utils.py": "public names that scripts import, such as is_npu_available; what they mean is defined by the table",
 }
 GO_THROUGH_A_SHELL = {

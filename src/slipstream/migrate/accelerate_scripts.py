@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from slipstream.migrate.edits import Rewriter
+from slipstream.migrate.imports import add_imports
 from slipstream.migrate.source import Script, key_of
 from slipstream.public_names import MODULES, explain_missing, find_home, names_of
 
@@ -61,7 +62,7 @@ def rewrite_accelerate(rewriter: Rewriter) -> None:
             _rewrite_variable(rewriter, node)
     for call in script.calls(f"{_OTHER}.Accelerator", f"{_OTHER}.accelerator.Accelerator"):
         _rewrite_accelerator(rewriter, call, needed)
-    _import_names(rewriter, needed)
+    add_imports(rewriter, [("slipstream.utils", name) for name in needed if name not in script.imported])
     _note_differences(rewriter)
 
 
@@ -237,17 +238,6 @@ def _prepares_scheduler(script: Script) -> bool:
             if "schedul" in name or name in ("lr_sched", "sched"):
                 return True
     return False
-
-
-def _import_names(rewriter: Rewriter, needed: set[str]) -> None:
-    script = rewriter.script
-    missing = sorted(name for name in needed if name not in script.imported)
-    if not missing:
-        return
-    imports = [node for node in script.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    place = script.line_end(script.span(imports[-1])[1]) if imports else 0
-    line = f"from slipstream.utils import {', '.join(missing)}{script.newline}"
-    rewriter.replace_span(place, place, line, reason="names that the changes use")
 
 
 def _note_differences(rewriter: Rewriter) -> None:

@@ -36,6 +36,8 @@ class Edit:
     end: int
     parts: tuple[Part, ...]
     reason: str
+    owner: tuple[int, int] | None = None
+    """Where the node stands that this text is put around; None if it is not put around one."""
 
 
 @dataclass
@@ -58,8 +60,8 @@ class Rewriter:
     def wrap(self, node: ast.AST, before: Sequence[Part], after: str, reason: str) -> None:
         """Put text around a node."""
         start, end = self.script.span(node)
-        self.edits.append(Edit(start, start, tuple(before), reason))
-        self.edits.append(Edit(end, end, (after,), reason))
+        self.edits.append(Edit(start, start, tuple(before), reason, (start, end)))
+        self.edits.append(Edit(end, end, (after,), reason, (start, end)))
 
     def insert_lines(self, statement: ast.stmt, lines: Iterable[Sequence[Part]], reason: str) -> None:
         """Insert lines before a statement, indented like it."""
@@ -80,6 +82,12 @@ class Rewriter:
         """Return whether a node is in a statement that is deleted."""
         return any(parent in self._deleted for parent in (node, *self.script.ancestors(node)))
 
+    def is_emptied(self, statement: ast.stmt) -> bool:
+        """Return whether a statement is deleted, or has nothing left in it."""
+        if isinstance(statement, ast.If):
+            return self.is_deleted(statement) or all(map(self.is_emptied, (*statement.body, *statement.orelse)))
+        return self.is_deleted(statement)
+
     def is_replaced(self, node: ast.AST) -> bool:
         """Return whether exactly this node is replaced."""
         span = self.script.span(node)
@@ -93,13 +101,16 @@ class Rewriter:
 
     def remove_argument(self, call: ast.Call, argument: ast.AST, reason: str) -> None:
         """Remove an argument of a call, with the comma and the space that belong to it."""
-        arguments = sorted((*call.args, *call.keywords), key=lambda found: self.script.span(found)[0])
-        place = arguments.index(argument)
-        start, end = self.script.span(argument)
-        if place + 1 < len(arguments):
-            end = self.script.span(arguments[place + 1])[0]
+        self.remove_from(sorted((*call.args, *call.keywords), key=lambda found: self.script.span(found)[0]), argument, reason)
+
+    def remove_from(self, items: Sequence[ast.AST], item: ast.AST, reason: str) -> None:
+        """Remove an item of a list with commas."""
+        place = items.index(item)
+        start, end = self.script.span(item)
+        if place + 1 < len(items):
+            end = self.script.span(items[place + 1])[0]
         elif place:
-            start = self.script.span(arguments[place - 1])[1]
+            start = self.script.span(items[place - 1])[1]
         self.edits.append(Edit(start, end, (), reason))
 
     def unwrap_block(self, statement: ast.If | ast.With, reason: str) -> None:
@@ -160,9 +171,13 @@ class Rewriter:
             return part
         if isinstance(part, ast.AST):
             start, end = self.script.span(part)
-            inside = [edit for edit in edits if start <= edit.start and edit.end <= end]
-            return self._render(start, end, inside, applied)
+            return self._render(start, end, [edit for edit in edits if _is_inside(edit, start, end)], applied)
         return part()
+
+
+def _is_inside(edit: Edit, start: int, end: int) -> bool:
+    first, last = edit.owner or (edit.start, edit.end)
+    return start <= first and last <= end
 
 
 class _Deletions:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from slipstream.migrate.accelerate_scripts import rewrite_accelerate, uses_accelerate
+from slipstream.migrate.ddp_scripts import rewrite_ddp, uses_ddp
 from slipstream.migrate.edits import Note, Rewriter
 from slipstream.migrate.report import Change, find_changes, unified_diff
 from slipstream.migrate.source import Script, parse_script
@@ -16,7 +17,7 @@ from slipstream.migrate.source import Script, parse_script
 __all__ = ["Migration", "ORIGINS", "migrate_text"]
 
 _RULES: Final[Mapping[str, tuple[Callable[[Script], bool], Callable[[Rewriter], None]]]] = MappingProxyType(
-    {"accelerate": (uses_accelerate, rewrite_accelerate)}
+    {"accelerate": (uses_accelerate, rewrite_accelerate), "ddp": (uses_ddp, rewrite_ddp)}
 )
 
 ORIGINS: Final = ("auto", *_RULES)

@@ -1,0 +1,49 @@
+"""Scripts with hand-written distributed training: how they are recognised, and the order of the rules."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from slipstream.migrate.edits import Rewriter
+from slipstream.migrate.imports import add_imports, drop_unused_imports
+from slipstream.migrate.placement import AcceleratorPlacement
+from slipstream.migrate.process_rules import GROUP_MODULES, ProcessRules
+from slipstream.migrate.source import Script
+from slipstream.migrate.training_rules import WRAPPERS, TrainingRules
+
+__all__ = ["finish", "rewrite_ddp", "uses_ddp"]
+
+_SIGNS: Final = (
+    *(f"{module}.init_process_group" for module in GROUP_MODULES),
+    *WRAPPERS,
+    "torch.multiprocessing.spawn",
+    "torch.utils.data.distributed.DistributedSampler",
+    "torch.utils.data.DistributedSampler",
+)
+
+
+def uses_ddp(script: Script) -> bool:
+    """Return whether a script starts or uses a process group by hand."""
+    return any(True for _ in script.calls(*_SIGNS)) or any(name in GROUP_MODULES for name in script.imported.values())
+
+
+def rewrite_ddp(rewriter: Rewriter) -> None:
+    """Add the changes that move hand-written distributed training to Slipstream."""
+    script = rewriter.script
+    placement = AcceleratorPlacement(rewriter)
+    if not any(True for _ in script.calls(*_SIGNS)) and any(name.startswith("slipstream") for name in script.imported.values()):
+        for call in script.calls(*(f"{module}.{name}" for module in GROUP_MODULES for name in ("new_group", "send", "recv", "scatter"))):
+            rewriter.note(call, "this call of torch.distributed stays as it is, and works on several processes only.")
+        return
+    training = TrainingRules(rewriter, placement)
+    ProcessRules(rewriter, placement).apply()
+    training.apply()
+    finish(rewriter, placement)
+
+
+def finish(rewriter: Rewriter, placement: AcceleratorPlacement) -> None:
+    """Make the Accelerator, and settle the imports, after all rules have run."""
+    placement.settle()
+    rewriter.result()  # the texts that it asks for say which names are needed
+    add_imports(rewriter, placement.imports)
+    drop_unused_imports(rewriter)
