@@ -56,46 +56,66 @@ def test_comments_stay(name: str) -> None:
     assert {comment for comment in comments if comment not in new} == set()
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+def run(*command: str) -> str:
+    """Run a command to its end; return what it prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=110)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
-def run(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def finish(*processes: subprocess.Popen[str]) -> list[str]:
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    return outputs
+def lines_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("epoch", "weights"))]
 
 
 def printed(folder: Path, names: list[str]) -> dict[str, list[str]]:
-    return {name: [line for line in (folder / f"{name}.0.txt").read_text().splitlines() if "Running" not in line] for name in names}
+    return {name: lines_of((folder / f"{name}.0.txt").read_text()) for name in names}
+
+
+def launch(folder: Path, processes: int, names: list[str]) -> dict[str, list[str]]:
+    """Run migrated scripts by `slipstream launch`, all in one start; return what rank 0 prints in each."""
+    scripts = [folder / f"{name}.py" for name in names]
+    for script in scripts:
+        script.write_text(migrated(script.stem))
+    start = (sys.executable, "-m", "slipstream", "launch", "--cpu", "--num_processes", str(processes))
+    run(*start, str(FOLDER / "run_scripts.py"), str(folder), *map(str, scripts))
+    return printed(folder, names)
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the originals print on two processes of torchrun."""
+    folder = tmp_path_factory.mktemp("before")
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    run(*start, str(FOLDER / "run_scripts.py"), str(folder), *(str(FOLDER / "scripts" / f"{name}.py") for name in BY_TORCHRUN))
+    return printed(folder, BY_TORCHRUN)
+
+
+@pytest.fixture(scope="module")
+def by_themselves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the originals print that start their processes by themselves."""
+    output = str(tmp_path_factory.mktemp("spawned") / "checkpoint.pth.tar")
+    given = {"ddp_spawn": ["--output", output]}
+    scripts = {name: str(FOLDER / "scripts" / f"{name}.py") for name in BY_THEMSELVES}
+    return {name: lines_of(run(sys.executable, script, *given.get(name, []))) for name, script in scripts.items()}
 
 
 @pytest.mark.launched
-def test_same_weights(tmp_path: Path) -> None:
-    """Migrated scripts train the weights of the originals on two processes; on one, too, if their global batch is the same there."""
-    folders = {name: tmp_path / name for name in ("new", "before", "two", "one")}
-    for folder in folders.values():
-        folder.mkdir()
-    for name in BY_TORCHRUN + BY_THEMSELVES:
-        (folders["new"] / f"{name}.py").write_text(migrated(name))
-    driver = str(FOLDER / "run_scripts.py")
-    new = [str(folders["new"] / f"{name}.py") for name in BY_TORCHRUN + BY_THEMSELVES]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", driver, str(folders["before"])]
-    launch = [sys.executable, "-m", "slipstream", "launch", "--cpu", "--num_processes"]
-    output = ["--output", str(folders["before"] / "checkpoint.pth.tar")]
-    own = [run(sys.executable, str(FOLDER / "scripts" / f"{name}.py"), *(output if name == "ddp_spawn" else [])) for name in BY_THEMSELVES]
-    outputs = finish(*own)
-    finish(run(*torchrun, *(str(FOLDER / "scripts" / f"{name}.py") for name in BY_TORCHRUN)))
-    finish(run(*launch, "2", driver, str(folders["two"]), *new))
-    finish(run(*launch, "1", driver, str(folders["one"]), *(script for script in new if Path(script).stem in ALIKE_ON_ONE)))
-    expected = printed(folders["before"], BY_TORCHRUN)
-    for name, text in zip(BY_THEMSELVES, outputs, strict=True):
-        expected[name] = [line for line in text.splitlines() if line.startswith(("epoch", "weights"))]
-    assert printed(folders["two"], BY_TORCHRUN + BY_THEMSELVES) == expected
-    assert printed(folders["one"], ALIKE_ON_ONE) == {name: expected[name] for name in ALIKE_ON_ONE}
-    assert all(lines[-1].startswith("weights") for lines in expected.values())
+def test_same_weights(tmp_path: Path, by_torchrun: dict[str, list[str]]) -> None:
+    """Scripts for torchrun train the same weights and print the same losses on two processes after the migration."""
+    assert all(lines[-1].startswith("weights") for lines in by_torchrun.values())
+    assert launch(tmp_path, 2, BY_TORCHRUN) == by_torchrun
+
+
+@pytest.mark.launched
+def test_same_weights_without_spawn(tmp_path: Path, by_themselves: dict[str, list[str]]) -> None:
+    """Scripts that started their own processes do the same under `slipstream launch`."""
+    assert all(lines[-1].startswith("weights") for lines in by_themselves.values())
+    assert launch(tmp_path, 2, BY_THEMSELVES) == by_themselves
+
+
+@pytest.mark.launched
+def test_same_weights_on_one_process(tmp_path: Path, by_torchrun: dict[str, list[str]], by_themselves: dict[str, list[str]]) -> None:
+    """On one process, too, if the global batch is the same there."""
+    expected = {**by_torchrun, **by_themselves}
+    assert launch(tmp_path, 1, ALIKE_ON_ONE) == {name: expected[name] for name in ALIKE_ON_ONE}

@@ -10,6 +10,7 @@ from typing import Final
 
 from slipstream.migrate.accelerate_scripts import rewrite_accelerate, uses_accelerate
 from slipstream.migrate.ddp_scripts import rewrite_ddp, uses_ddp
+from slipstream.migrate.deepspeed_scripts import rewrite_deepspeed, uses_deepspeed
 from slipstream.migrate.edits import Note, Rewriter
 from slipstream.migrate.report import Change, find_changes, unified_diff
 from slipstream.migrate.source import Script, parse_script
@@ -17,7 +18,11 @@ from slipstream.migrate.source import Script, parse_script
 __all__ = ["Migration", "ORIGINS", "migrate_text"]
 
 _RULES: Final[Mapping[str, tuple[Callable[[Script], bool], Callable[[Rewriter], None]]]] = MappingProxyType(
-    {"accelerate": (uses_accelerate, rewrite_accelerate), "ddp": (uses_ddp, rewrite_ddp)}
+    {
+        "accelerate": (uses_accelerate, rewrite_accelerate),
+        "ddp": (uses_ddp, rewrite_ddp),
+        "deepspeed": (uses_deepspeed, rewrite_deepspeed),
+    }
 )
 
 ORIGINS: Final = ("auto", *_RULES)
@@ -54,6 +59,8 @@ def migrate_text(text: str, name: str = "script.py", origin: str = "auto") -> Mi
     """
     script = parse_script(text, name)
     found = tuple(rule for rule, (detect, _) in _RULES.items() if origin in ("auto", rule) and detect(script))
+    if "deepspeed" in found:
+        found = tuple(rule for rule in found if rule != "ddp")  # whose rules are part of those of DeepSpeed
     rewriter = Rewriter(script)
     for rule in found:
         _RULES[rule][1](rewriter)

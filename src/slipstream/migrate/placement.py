@@ -84,6 +84,20 @@ class AcceleratorPlacement:
         self._delete_empty_functions()
         self.imports.add(("slipstream", "Accelerator"))
 
+    def pass_from(self, home: Unit, name: str) -> None:
+        """Give a variable of `home` to all that need it, as an argument; nothing is made."""
+        needing = list(dict.fromkeys(self.script.unit(node) for node in self._training if not self.rewriter.is_deleted(node)))
+        self.name = name
+        receivers = self._receivers(home, needing)
+        if receivers is None:
+            for node in self._training:
+                self.rewriter.note(node, f"{name} is not known here: pass it to this function.")
+        self._texts = dict.fromkeys((*needing, *(receivers or [])), name)
+        self._texts |= {unit: f"self.{name}" for unit in self._texts if isinstance(unit, ast.ClassDef) and unit is not home}
+        self._texts[home] = name
+        for unit in receivers or []:
+            self._pass_to(unit)
+
     def _settle_questions(self) -> None:
         for statement in self.replaced:
             if not self.rewriter.is_deleted(statement):

@@ -76,6 +76,12 @@ class TrainingRules:
         self._unwrap()
         self._bring_out_of_conditions()
 
+    def apply_data(self) -> None:
+        """Add the changes of samplers and loaders alone."""
+        self._loaders()
+        self._epochs()
+        self._remove_samplers()
+
     def accelerator(self, node: ast.AST) -> Part:
         """Return the Accelerator at a node."""
         return self.placement.need(node)
