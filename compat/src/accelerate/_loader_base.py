@@ -147,11 +147,12 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         self._drop_last = False
         self._skipped = 0
         """How many batches of each pass the sampler leaves out (`skip_first_batches`)."""
+        self.dl_state_dict: dict[str, Any] | None = None
+        """The state of torchdata's loader as of the batch handed out last; None before the first."""
         self._final_remainder: int | None = None
         """`remainder` from the last batch on, where the base would not know it."""
         if stateful:
             self.__class__ = _with_stateful(type(self))
-            self.dl_state_dict = base.state_dict()
 
     # -- Accelerate's attributes ----------------------------------------------------------------------------------
 
@@ -349,7 +350,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
 
     def _finish_state(self) -> None:
         """Note that all batches were read."""
-        if self.use_stateful_dataloader:
+        if self.dl_state_dict is not None:
             self.dl_state_dict["_iterator_finished"] = True
         known, shares = self._known_remainder(0), self._last_shares()
         if self._kind == "batches" or shares is None:  # batches of no certain size, or this process had none of the last batch
@@ -407,38 +408,41 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         """Return the batches from a loaded position on: draw the saved order again, and go to the position without reading."""
         begin = saved["begin"] if isinstance(saved["begin"], tuple) else decode_snapshot(saved["begin"])
         loader_pass.sampler_start = {"begin": begin}
-        if saved.get("stateful"):  # torchdata was given its state, which holds all of this
-            return iter(self.base_dataloader)
-        skip = loader_pass.begun_at - self._skipped
         ahead = saved.get("ahead") if loader_pass.resumed else None
-        with kept_random_states():
-            put_back(begin, self._generators)
-            reader = self._skip_base(skip)
+        with kept_random_states():  # what torch draws where a pass begins is not drawn again
+            reader = self._skip_base(0 if saved.get("stateful") else loader_pass.begun_at - self._skipped, begin)
         if ahead is None:
             return reader
         with kept_random_states():  # the batch that was read ahead drew from these states
             put_back(ahead if isinstance(ahead, tuple) else decode_snapshot(ahead))
-            first = list(islice(reader, 1))
+            first = list(islice(reader, self._reads))
         return chain(first, reader)
 
     _reads = 1
     """Batches of the base loader that are read for one batch of this loader."""
 
-    def _skip_base(self, skip: int, head: int = 0) -> Iterator[Any]:
+    def _skip_base(self, skip: int, begin: Snapshot, head: int = 0) -> Iterator[Any]:
         """Return the batches of the base loader without the first ones; the very first (`head`) are read nevertheless, and come first."""
         base: Any = self.base_dataloader
         if self._is_stream:
+            put_back(begin, self._generators)
             reader = iter(base)
             first = list(islice(reader, head))
             for _ in islice(reader, max(0, skip - head)):
                 pass
             return chain(first, reader)
         which = "sampler" if base.batch_sampler is None else "batch_sampler"
-        order = _DrawnOrder(getattr(base, which), skip, head)
-        reader = iter(clone(base, _iterator=None, **{which: order}))
-        if base.num_workers == 0:  # workers have asked for positions already
-            order.draw()
-        return reader
+        original = getattr(base, which)
+        if hasattr(original, "state_dict") and self.use_stateful_dataloader:  # a sampler of torchdata, which was given its state
+            return iter(base)
+        order = _RedrawnOrder(original, skip, head, begin, self._generators, base.generator)
+        if not self.use_stateful_dataloader:
+            return iter(clone(base, _iterator=None, **{which: order}))
+        object.__setattr__(base, which, order)  # torchdata skips as far as its state says; a loader refuses other ways to assign it
+        try:
+            return iter(base)
+        finally:
+            object.__setattr__(base, which, original)
 
     # -- positions ------------------------------------------------------------------------------------------------
 
@@ -453,13 +457,16 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of torchdata's loader with `use_stateful_dataloader`, else the position as `capture_position`."""
-        return self.dl_state_dict if self.use_stateful_dataloader else self.capture_position()
+        if not self.use_stateful_dataloader:
+            return self.capture_position()
+        state: dict[str, Any] = self.base_dataloader.state_dict() if self.dl_state_dict is None else self.dl_state_dict
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
         """Load what `state_dict` returned: the next pass continues there."""
         if self.use_stateful_dataloader:
             self.base_dataloader.load_state_dict(state_dict)
-            self.dl_state_dict = self.base_dataloader.state_dict()
+            self.dl_state_dict = dict(state_dict)
         else:
             self.restore_position(state_dict, **{"resume": True, **options})
 
@@ -483,7 +490,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
             self._epochs.next = loaded.epoch  # a pass that was left begins anew here
         own = (state.get("stateful") or {}).get("place") == [self.data_rank.rank, self.data_rank.world_size]
         if self.use_stateful_dataloader and resume and own and not loaded.left:
-            self.base_dataloader.load_state_dict(state["stateful"]["state"])
+            self.load_state_dict(state["stateful"]["state"])
             loaded.extra["order"] = {**loaded.extra["order"], "stateful": True}
 
     def _extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
@@ -495,7 +502,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         if ahead is not None and loader_pass.done == loader_pass.handed:
             order["ahead"] = _encoded(ahead)
         found: dict[str, Any] = {"order": order}
-        if self.use_stateful_dataloader:
+        if self.dl_state_dict is not None:
             place = [self.data_rank.rank, self.data_rank.world_size]
             found["stateful"] = {"place": place, "state": self.dl_state_dict}
         return found
@@ -531,21 +538,28 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         return _unpickle, (_plain_class(type(self)), self.use_stateful_dataloader, self.__getstate__())
 
 
-class _DrawnOrder:
-    """What a sampler gives: its first `head` items, and those after `skip`. `draw` lets it draw its order now."""
+class _RedrawnOrder:
+    """What a sampler gave in a pass that began with these random states: its first `head` items, and those after `skip`.
 
-    def __init__(self, inner: Any, skip: int, head: int) -> None:
-        items = iter(inner)
-        self._items = chain(islice(items, head), islice(items, max(0, skip - head), None))
-        self._first: list[Any] = []
+    The states are put back while the order is drawn, and are as before when an item is handed out.
+    """
 
-    def draw(self) -> None:
-        self._first = list(islice(self._items, 1))
+    def __init__(self, inner: Any, skip: int, head: int, begin: Snapshot, generators: list[torch.Generator], loader_generator: Any) -> None:
+        self._inner, self._skip, self._head = inner, skip, head
+        self._begin, self._generators, self._loader_generator = begin, generators, loader_generator
 
     def __iter__(self) -> Iterator[Any]:
-        while self._first:
-            yield self._first.pop()
-        yield from self._items
+        with kept_random_states():
+            put_back(self._begin, self._generators)
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)  # as torch's loader for its workers
+            items = iter(self._inner)
+            chosen = chain(islice(items, self._head), islice(items, max(0, self._skip - self._head), None))
+            first = list(islice(chosen, 1))
+        yield from first
+        yield from chosen
+
+    def __len__(self) -> int:
+        return max(0, len(self._inner) - self._skip)
 
 
 def _encoded(snapshot: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ batches and text can be dispatched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from accelerate._batch_sharding import (
 )
 from accelerate._forwarding import forward_names
 from accelerate._loader_base import DataLoaderAdapter, DataLoaderStateMixin, EqualShares, make_data_rank  # noqa: F401  # names that clients import
+from accelerate._random_snapshot import Snapshot, take_snapshot
 from slipstream.config.handlers import check_count
 from slipstream.data.loader import HandedBatch, PreparedLoader, attempt
 from slipstream.data.options import DataRank
@@ -166,11 +167,11 @@ class DataLoaderDispatcher(DataLoaderAdapter):
     def _known_remainder(self, start: int) -> int:
         return -1
 
-    def _skip_base(self, skip: int, head: int = 0) -> Iterator[Any]:
+    def _skip_base(self, skip: int, begin: Snapshot, head: int = 0) -> Iterator[Any]:
         reads = self._reads
-        if not skip or self._drop_last or self.data_rank.world_size == 1:
-            return super()._skip_base(skip * reads)
-        reader = super()._skip_base(skip * reads, head=reads)  # the last batch is filled with the first samples
+        if not skip or self._drop_last or self.data_rank.world_size == 1 or self.use_stateful_dataloader:
+            return super()._skip_base(skip * reads, begin)
+        reader = super()._skip_base(skip * reads, begin, head=reads)  # the last batch is filled with the first samples
         self._first_round = list(islice(reader, reads))
         return reader
 
@@ -183,7 +184,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         loader_pass = self._epochs.live[-1]
         self._announce_epoch(epoch)
         data_rank = self.data_rank
-        rounds = self._read_rounds(loader_pass) if data_rank.rank == 0 else self._keep_in_step()
+        rounds = self._read_rounds(loader_pass) if data_rank.rank == 0 else self._keep_in_step(loader_pass)
         number, end = loader_pass.begun_at, False
         total = self._count_known(loader_pass)
         while not end:
@@ -198,9 +199,11 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                 self._final_remainder = sum(real)
             yield batch, shares, end, 0 if end else None if total is None else max(1, total - number + loader_pass.begun_at)
 
-    def _keep_in_step(self) -> Iterator[list[Any]]:
+    def _keep_in_step(self, loader_pass: LoaderPass) -> Iterator[list[Any]]:
         """Draw what torch draws where the first process begins to read, so that random states that are equal stay so."""
-        torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
+        if loader_pass.sampler_start is None:  # else it was drawn before the position was saved
+            loader_pass.sampler_start = {"begin": take_snapshot(self._generators)}
+            torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
         return iter(())
 
     def _send(self, parts: Any) -> Any:
@@ -216,17 +219,14 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         self._first_round: list[Any] = []
         rounds = self._rounds(self._open_base(loader_pass))
         present = next(rounds, None)
-        first: Any = None
         while present is not None:
             self._keep_state()
+            loader_pass.order = take_snapshot() if self.base_dataloader.num_workers == 0 else None
             following = next(rounds, None)
-            if following is None and self.use_stateful_dataloader:
+            if following is None and self.dl_state_dict is not None:
                 self.dl_state_dict["_iterator_finished"] = True
-            if first is None and not self._drop_last and self.data_rank.world_size > 1:
-                first = self._first_rows(self._first_round or present)
-            parts = self._cut(present, first, last=following is None)
-            if parts is not None:
-                yield parts
+            self._first_round = self._first_round or present
+            yield self._cut(present, last=following is None)
             present = following
 
     def _rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
@@ -235,37 +235,35 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                 return
             yield found
 
-    def _first_rows(self, batches: Sequence[Any]) -> Any:
-        """Return as many of the first samples as there are processes; None if the batches cannot be cut."""
-        try:
-            return slice_tensors(_join(batches), slice(0, self.data_rank.world_size))
-        except TypeError:  # not tensors
-            return None
-
-    def _cut(self, batches: list[Any], first: Any, *, last: bool) -> list[Any] | None:
+    def _cut(self, batches: list[Any], *, last: bool) -> list[Any]:
         """Return for each process: its batch, the samples that each one got, how many of them are not repeated, whether it is the last."""
-        ranks = self.data_rank.world_size
+        ranks, sizes = self.data_rank.world_size, [_rows(batch) for batch in batches]
         if ranks == 1:
-            size = _rows(batches[0])
-            return [(batches[0], [size], [size], last)]
-        own_slices = self.slice_fn is not slice_tensors
-        sizes = [_rows(batch) for batch in batches]
-        dealt = not self.split_batches and len(batches) == ranks and not own_slices
-        if dealt and (len(set(sizes)) == 1 or (not last and sum(sizes) % ranks)):
+            return [(batches[0], sizes, sizes, last)]
+        cuts = self.split_batches or self.slice_fn is not slice_tensors
+        if not cuts and len(batches) == ranks and (len(set(sizes)) == 1 or (not last and sum(sizes) % ranks)):
             return [(batch, sizes, sizes, last) for batch in batches]
-        whole = _join(batches)
-        total = _rows(whole)
+        try:
+            return self._sliced(_join(batches), last=last)
+        except (TypeError, RuntimeError):  # text, or tensors of different lengths: batches stay whole
+            if cuts:
+                raise
+        missing = ranks - len(batches)
+        dealt = [*batches, *islice(cycle(self._first_round), missing)]
+        return [(batch, [_rows(other) for other in dealt], [*sizes, *[0] * missing], last) for batch in dealt]
+
+    def _sliced(self, whole: Any, *, last: bool) -> list[Any]:
+        """Return the slices of a batch of all processes; the last one is filled with the first samples."""
+        ranks, total = self.data_rank.world_size, _rows(whole)
         each, rest = divmod(total, ranks)
-        real = [each] * ranks
-        if rest and last and not self._drop_last and first is not None:
-            whole = concatenate([whole, first], dim=0)
+        if rest and last and not self._drop_last:
+            whole = concatenate([whole, slice_tensors(_join(self._first_round), slice(0, ranks))], dim=0)
             each += 1
-            real = [min(each, max(0, total - rank * each)) for rank in range(ranks)]
-        given = [each] * ranks
-        pieces = [
+        real = [min(each, max(0, total - rank * each)) for rank in range(ranks)]
+        pieces = (
             self.slice_fn(whole, slice(rank * each, (rank + 1) * each), process_index=rank, num_processes=ranks) for rank in range(ranks)
-        ]
-        return [(piece, given, real, last) for piece in pieces]
+        )
+        return [(piece, [each] * ranks, real, last) for piece in pieces]
 
 
 def _join(batches: Sequence[Any]) -> Any:
