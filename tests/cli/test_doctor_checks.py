@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.cli import doctor_checks
 from slipstream.cli.doctor import MachineInfo, MeetingResult, check_meeting, single_machine_findings
-from slipstream.cli.doctor_checks import CHECKS, DeviceMemory, DoctorFinding, Interface, MachineFacts, Requirement, run_checks
+from slipstream.cli.doctor_checks import (
+    CHECKS,
+    AccelerateInstallation,
+    DeviceMemory,
+    DoctorFinding,
+    Interface,
+    MachineFacts,
+    Requirement,
+    accelerate_installations,
+    run_checks,
+)
 from slipstream.devices.memory import HostMemory
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 ETH = Interface("eth0", True, ("10.0.0.1",))
+REAL = AccelerateInstallation("1.15.0", "/site", True)
+DROP_IN = AccelerateInstallation("1.15.0+slipstream", "/venv", False)
 TWO = {
     "num_machines": 2,
     "main_process_ip": "10.0.0.1",
@@ -30,6 +43,8 @@ BAD: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("kernel", "note", {"system": "Darwin", "kernel": "24.1.0"}, "Darwin", "Linux"),
     ("versions", "error", {"requirements": (Requirement("torch", "2.8", "2.4.1+cu121"),)}, "torch 2.4.1+cu121 is too old", "'torch>=2.8'"),
     ("versions", "error", {"requirements": (Requirement("rich", "13.0", None),)}, "rich is missing", "'rich>=13.0'"),
+    ("accelerate", "warning", {"accelerate": (REAL, DROP_IN)}, "finds Hugging Face Accelerate 1.15.0", "pip uninstall accelerate"),
+    ("accelerate", "warning", {"accelerate": (DROP_IN,)}, "finds no package", "install it again"),
     ("shared memory", "warning", {"shared_memory": (64 * 2**20, 64 * 2**20), "local_processes": 4}, "4 processes", "--shm-size"),
     ("shared memory", "note", {"shared_memory": None}, "no /dev/shm", "files"),
     ("open files", "warning", {"open_files": (256, 4096)}, "256 files", "ulimit -n 4096"),
@@ -66,6 +81,9 @@ GOOD: list[tuple[str, dict[str, Any], str]] = [
     ("kernel", {"kernel": "5.5.0"}, "Linux"),
     ("kernel", {"kernel": "6.18.44-fc-v445"}, "Linux"),
     ("versions", {"requirements": (Requirement("torch", "2.8", "2.13.0+cpu"),)}, "torch 2.13.0+cpu"),
+    ("accelerate", {}, "the import name is free"),
+    ("accelerate", {"accelerate": (REAL,)}, "finds Hugging Face Accelerate 1.15.0 in /site"),
+    ("accelerate", {"accelerate": (replace(DROP_IN, answers=True),)}, "finds the drop-in 1.15.0+slipstream in /venv"),
     ("shared memory", {"shared_memory": (2**33, 2**33)}, "8.0 GB"),
     ("open files", {"open_files": (2**62, 2**62)}, "no limit"),
     ("devices", {"devices": 2, "device_memory": (DeviceMemory("npu:0", 2**34), DeviceMemory("npu:1", None))}, "unknown"),
@@ -109,6 +127,36 @@ def test_every_check_has_bad_case() -> None:
     """Every check is run and has a bad case here."""
     assert {finding.name for finding in run_checks(MachineFacts())} == {case[0] for case in BAD}
     assert len(CHECKS) == len([name for name in vars(doctor_checks) if name.startswith("_check_")])
+
+
+def _install(folder: Path, version: str, *, package: bool = True) -> str:
+    (folder / f"accelerate-{version}.dist-info").mkdir(parents=True)
+    (folder / f"accelerate-{version}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: accelerate\nVersion: {version}\n")
+    if package:
+        (folder / "accelerate").mkdir()
+        (folder / "accelerate" / "__init__.py").touch()
+    return str(folder)
+
+
+def test_who_answers_to_the_name_accelerate(tmp_path: Path) -> None:
+    """Both are found by their metadata, and the one that the path finds first is the one that is imported."""
+    real, ours = _install(tmp_path / "real", "1.15.0"), _install(tmp_path / "ours", "1.15.0+slipstream")
+    assert [(entry.version, entry.answers) for entry in accelerate_installations([ours, real])] == [
+        ("1.15.0+slipstream", True),
+        ("1.15.0", False),
+    ]
+    assert [entry.answers for entry in accelerate_installations([real, ours])] == [True, False]
+    assert accelerate_installations([str(tmp_path)]) == ()
+
+
+def test_editable_drop_in(tmp_path: Path) -> None:
+    """The metadata of an editable installation lies elsewhere than its package."""
+    site, source = _install(tmp_path / "site", "1.15.0+slipstream", package=False), tmp_path / "src"
+    (source / "accelerate").mkdir(parents=True)
+    (source / "accelerate" / "__init__.py").touch()
+    (found,) = accelerate_installations([site, str(source)])
+    assert found.answers
+    assert found.is_drop_in
 
 
 # --- several machines ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ of Slipstream. Slipstream itself never imports it. What exists here only because
 """
 
 from accelerate._forwarding import forward_names
+from accelerate._installation import warn_of_another_accelerate
 
 __version__ = "1.15.0+slipstream"
 __slipstream_programs__ = "test_utils"  # messages name the user's line: files of the drop-in do not count, except those of these programs
@@ -34,3 +35,5 @@ __all__, __getattr__, __dir__ = forward_names(
             NonFiniteError PeerLostError SlipstreamError StateError WaitTimeoutError layer_major map_across_processes""",
     },
 )
+
+warn_of_another_accelerate(__version__)

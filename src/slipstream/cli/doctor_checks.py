@@ -27,8 +27,8 @@ from slipstream.errors import ConfigError
 from slipstream.launch.store import interface_towards, is_loopback
 
 __all__ = [
-    "CHECKS", "DeviceMemory", "DoctorFinding", "FindingLevel", "Interface", "MachineFacts", "Requirement", "collect_facts", "port_problem",
-    "requirements", "resolve_name", "run_checks",
+    "CHECKS", "AccelerateInstallation", "DeviceMemory", "DoctorFinding", "FindingLevel", "Interface", "MachineFacts", "Requirement",
+    "accelerate_installations", "collect_facts", "port_problem", "requirements", "resolve_name", "run_checks",
 ]
 
 
@@ -58,6 +58,20 @@ class Requirement:
 
 
 @dataclass(frozen=True)
+class AccelerateInstallation:
+    """An installed distribution named accelerate: Hugging Face's, or the drop-in, which says so in its version."""
+
+    version: str
+    folder: str
+    answers: bool
+    """Whether `import accelerate` finds this one."""
+
+    @property
+    def is_drop_in(self) -> bool:
+        return self.version.endswith("+slipstream")
+
+
+@dataclass(frozen=True)
 class DeviceMemory:
     """Free bytes of one device; None if unknown."""
 
@@ -73,6 +87,7 @@ class MachineFacts:
     kernel: str = "6.1.0"
     python: str = "3.11.0"
     requirements: tuple[Requirement, ...] = ()
+    accelerate: tuple[AccelerateInstallation, ...] = ()
     shared_memory: tuple[int, int] | None = None
     """Free and total bytes of /dev/shm; None if it does not exist."""
     open_files: tuple[int, int] | None = None
@@ -126,6 +141,7 @@ def collect_facts(config: Config, environ: Mapping[str, str], *, with_devices: b
         kernel=platform.release(),
         python=platform.python_version(),
         requirements=requirements(),
+        accelerate=accelerate_installations(),
         shared_memory=_shared_memory(),
         open_files=_open_files(),
         port_range=_port_range(),
@@ -167,6 +183,24 @@ def requirements(declared: list[str] | None = None) -> tuple[Requirement, ...]:
         if match:
             found.append(Requirement(match[1], match[2], version_of(match[1])))
     return tuple(found)
+
+
+def accelerate_installations(path: list[str] | None = None) -> tuple[AccelerateInstallation, ...]:
+    """Return the distributions named accelerate on the path, in its order; read from metadata, nothing is imported."""
+    import sys
+    from importlib import machinery, metadata
+
+    entries = sys.path if path is None else path
+    spec = machinery.PathFinder.find_spec("accelerate", entries)
+    package = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
+    found: dict[str, list[Path]] = {}
+    for distribution in metadata.distributions(name="accelerate", path=entries):
+        found.setdefault(distribution.version, []).append(Path(str(distribution.locate_file(""))).resolve())
+    packages = {version: [folder / "accelerate" for folder in folders] for version, folders in found.items()}
+    owner = next((version for version, places in packages.items() if package in places), None)
+    if owner is None and package is not None:  # an editable installation: its metadata lies elsewhere than its package
+        owner = next((version for version, places in packages.items() if not any(place.is_dir() for place in places)), None)
+    return tuple(AccelerateInstallation(version, str(folders[0]), version == owner) for version, folders in found.items())
 
 
 def resolve_name(name: str, seconds: float = _NAME_SERVICE_SECONDS) -> tuple[tuple[str, ...], str | None]:
@@ -332,6 +366,23 @@ def _check_versions(facts: MachineFacts) -> _Result:
         return _error(text, f"pip install {install}")
     shown = ", ".join(f"{need.name} {need.found}" for need in facts.requirements if need.name in ("torch", "numpy"))
     return _ok(f"Python {facts.python}" + (f", {shown}" if shown else ""))
+
+
+def _check_accelerate(facts: MachineFacts) -> _Result:
+    if not facts.accelerate:
+        return _ok("the import name is free; `pip install ./compat` gives it to Slipstream")
+    names = {True: "the drop-in", False: "Hugging Face Accelerate"}
+    shown = [f"{names[entry.is_drop_in]} {entry.version} in {entry.folder}" for entry in facts.accelerate]
+    answering = next((entry for entry in facts.accelerate if entry.answers), None)
+    if len(facts.accelerate) > 1:
+        who = "nothing" if answering is None else f"{names[answering.is_drop_in]} {answering.version}"
+        return _warning(
+            f"{' and '.join(shown)} are installed; `import accelerate` finds {who}",
+            "`pip uninstall accelerate` until none is left, then install the one that you want",
+        )
+    if answering is None:
+        return _warning(f"{shown[0]} is installed, but `import accelerate` finds no package", "install it again")
+    return _ok(f"`import accelerate` finds {shown[0]}")
 
 
 def _check_shared_memory(facts: MachineFacts) -> _Result:
@@ -529,6 +580,7 @@ CHECKS: Final[Mapping[str, Callable[[MachineFacts], _Result]]] = MappingProxyTyp
     {
         "kernel": _check_kernel,
         "versions": _check_versions,
+        "accelerate": _check_accelerate,
         "shared memory": _check_shared_memory,
         "open files": _check_open_files,
         "temporary folder": _check_temporary,
