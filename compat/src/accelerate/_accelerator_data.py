@@ -99,6 +99,14 @@ class DataMixin:
 
         `even_batches` stands in for the option of the prepared loaders while the block runs.
         """
+        if self.num_processes > 1 and not str(self.distributed_type).startswith("MULTI_"):
+            warnings.warn(
+                "join_uneven_inputs is only supported for multi-GPU and multi-CPU training with replicas. With "
+                f"{self.distributed_type} the block has no effect: loaders of prepare give every process as many batches.",
+                stacklevel=3,
+            )
+            yield
+            return
         with self._even_batches_as(even_batches), super().join_uneven_inputs(joinables):
             yield
 
@@ -112,8 +120,8 @@ class DataMixin:
                 shard = find_shard(loader.batch_sampler)
                 if shard is None:
                     warnings.warn(
-                        "join_uneven_inputs(even_batches=...) changes loaders of map-style datasets; that of a "
-                        f"{type(loader.dataset).__name__} stays as it is (Overriding even_batches is only supported for map-style).",
+                        "join_uneven_inputs(even_batches=...) is only supported for map-style datasets: the loader of a "
+                        f"{type(loader.dataset).__name__} stays as it is.",
                         stacklevel=4,
                     )
                 else:

@@ -322,7 +322,8 @@ def prepare_data_loader(
     _check_split_batches(dataloader, split_batches, dispatch_batches, data_rank.world_size)
     sampler = get_sampler(dataloader) if not stream else None
     generator = None
-    if isinstance(sampler, RandomSampler) and use_seedable_sampler and not isinstance(sampler, SeedableRandomSampler):
+    seeded = isinstance(sampler, SeedableRandomSampler) and data_seed is None  # with a seed of its own; a given one replaces it
+    if isinstance(sampler, RandomSampler) and use_seedable_sampler and not seeded:
         sampler = _make_seedable(sampler, data_seed, data_rank)
         _replace_sampler(dataloader, sampler)
     elif isinstance(sampler, RandomSampler) and data_rank.world_size > 1 and not dispatch_batches:

@@ -156,6 +156,10 @@ class _SharedView:
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Close the process group; an Accelerator that is made later may have another precision, which Accelerate refuses."""
+        if group is None and not self.initialized:  # after a reset: through a state that goes on in the same group
+            PartialState().destroy_process_group()
+            PartialState._reset_state()
+            return
         super().destroy_process_group(group)  # type: ignore[misc]
         if group is None and AcceleratorState._shared_state:
             AcceleratorState._shared_state["_released"] = True
