@@ -132,7 +132,30 @@ class CheckpointsMixin:
             given["strict"] = None  # there it is about weights, which are compared in any case
         if given.get("resume") is None:
             given["resume"] = bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
-        return super().load_state(input_dir, load_kwargs, **given)
+        path = super().load_state(input_dir, load_kwargs, **given)
+        self._load_stateful_positions(path, resume=bool(given["resume"]))
+        return path
+
+    def _load_stateful_positions(self, path: str, *, resume: bool) -> None:
+        """Let loaders of torchdata continue where a checkpoint in Accelerate's format says; Slipstream's has been applied already."""
+        from slipstream.checkpoint.manifest import MANIFEST
+
+        numbered = enumerate(self._dataloaders)
+        stateful = [(number, loader) for number, loader in numbered if getattr(loader, "use_stateful_dataloader", False)]
+        if not stateful or not resume or (Path(path) / MANIFEST).exists():
+            return
+        import torch
+
+        from accelerate.checkpointing import read_stateful_position
+
+        def read() -> None:
+            with torch.random.fork_rng(devices=()):  # torchdata draws a seed where it begins a pass; the states have been restored
+                for number, loader in stateful:
+                    state = read_stateful_position(Path(path), number)
+                    if state is not None:
+                        loader.load_state_dict(state)
+
+        self._saver.run_and_agree("load_state", read)
 
     # -- weights and objects --------------------------------------------------------------------------------------
 

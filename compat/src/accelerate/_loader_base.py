@@ -116,6 +116,8 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
     handed = PreparedLoader.handed
     shares = PreparedLoader.shares
     _extra_keys = ("order", "stateful")
+    orders_as_accelerate = True
+    """Read by Slipstream where it loads a checkpoint of Accelerate: a count of batches means the same samples here."""
 
     def __init__(self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any) -> None:
         device, non_blocking = kwargs.pop("_device", None), kwargs.pop("_non_blocking", False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,9 @@ def load_accelerator_state(
     for target, state in (*zip(optimizers, found.optimizers, strict=False), *zip(schedulers, found.schedulers, strict=False)):
         target.load_state_dict(state)
     for number, loader in enumerate(dataloaders):
-        path = Path(input_dir, numbered("dl_state_dict", number, ".bin"))
-        if getattr(loader, "use_stateful_dataloader", False) and path.exists():
-            loader.load_state_dict(_read(path))
+        position = read_stateful_position(Path(input_dir), number) if getattr(loader, "use_stateful_dataloader", False) else None
+        if position is not None:
+            loader.load_state_dict(position)
     if scaler is not None and found.scaler is not None:
         scaler.load_state_dict(found.scaler)
     if process_index in found.ranks:
@@ -248,15 +248,9 @@ def _load_weights(model: Any, state: Mapping[str, Any], options: Mapping[str, An
     load_into(model, tensors, {}, extra, strict=strict)
 
 
-def _read(path: Path) -> Any:
+def read_stateful_position(folder: Path, number: int) -> Any:
+    """Return the position of the nth loader, as torchdata's loader wrote it; None if the checkpoint has none."""
     from accelerate._object_files import load
 
-    return load(path, map_location="cpu")
-
-
-def stateful_positions(folder: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and content of each position of a stateful loader in a checkpoint."""
-    number = 0
-    while (path := folder / numbered("dl_state_dict", number, ".bin")).exists():
-        yield number, _read(path)
-        number += 1
+    path = folder / numbered("dl_state_dict", number, ".bin")
+    return load(path, map_location="cpu") if path.exists() else None

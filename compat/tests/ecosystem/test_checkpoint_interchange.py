@@ -99,6 +99,22 @@ def test_loads_what_accelerate_saved(runs, processes, safe):
     assert_equal(saved, runs.run(OURS, "load", processes))
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("saver", "loader"), [(THEIRS, OURS), (OURS, THEIRS), (OURS, OURS)])
+def test_stateful_loaders_continue_by_themselves(runs, saver, loader, shuffled):
+    """With `use_stateful_dataloader` the position is in the checkpoint, and the next sample is the one that would have come."""
+    saved = runs.run(saver, "save", 2, FORMAT, stateful=True, shuffled=shuffled)
+    assert "dl_state_dict.bin" in runs.files
+    assert_equal(saved, runs.run(loader, "load", 2, stateful=True, shuffled=shuffled))
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(THEIRS, OURS), (OURS, THEIRS), (OURS, OURS)])
+def test_shuffled_samples_continue(runs, saver, loader):
+    """With a seedable sampler, `skip_first_batches` in the same epoch continues with the same samples on the other package."""
+    saved = runs.run(saver, "save", 2, FORMAT, shuffled=True)
+    assert_equal(saved, runs.run(loader, "load", 2, shuffled=True))
+
+
 @pytest.mark.parametrize("kind", FSDP, ids=str)
 def test_loads_what_accelerate_saved_under_fsdp(runs, kind):
     """Sharded and full state dicts of FSDP are loaded into sharded models."""

@@ -175,17 +175,18 @@ def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 
 def read_accelerate_checkpoint(
-    folder: str | os.PathLike[str], *, allow_pickle: bool = False, scheduler_moves: int = 1
+    folder: str | os.PathLike[str], *, allow_pickle: bool = False, scheduler_moves: int = 1, same_order: bool = False
 ) -> AccelerateCheckpoint:
     """Return the content of a checkpoint of Accelerate. `scheduler_moves` is how often schedulers of this run step per update.
 
+    With `same_order` the loaders of this run order samples as Accelerate does, so there is nothing to warn about.
     With `allow_pickle=True`, files with objects of other classes are unpickled, which runs code that they name. Use it only for
     checkpoints from a source that you trust.
     """
     with ConfinedFolder(folder) as opened:
         names = _names(opened)
         _check_layout(opened, names)
-        return _FolderReader(opened, names, allow_pickle, scheduler_moves).read()
+        return _FolderReader(opened, names, allow_pickle, scheduler_moves, same_order).read()
 
 
 def _names(folder: ConfinedFolder) -> frozenset[str]:
@@ -223,8 +224,11 @@ def _check_layout(folder: ConfinedFolder, names: frozenset[str]) -> None:
 class _FolderReader:
     """Reads one folder, and collects warnings about what it leaves out."""
 
-    def __init__(self, folder: ConfinedFolder, names: frozenset[str], allow_pickle: bool, scheduler_moves: int) -> None:
+    def __init__(
+        self, folder: ConfinedFolder, names: frozenset[str], allow_pickle: bool, scheduler_moves: int, same_order: bool
+    ) -> None:
         self._folder = folder
+        self._same_order = same_order
         self._scheduler_moves = scheduler_moves
         self._names = names
         self._allow_pickle = allow_pickle
@@ -251,7 +255,9 @@ class _FolderReader:
 
     def _warn_differences(self, has_schedulers: bool, world: int) -> None:
         data_files = [name for stem in ("sampler", "dl_state_dict") for _, name in self._numbered(stem, ".bin")]
-        if data_files:
+        if self._same_order:
+            pass
+        elif data_files:
             self._warnings.append(
                 f"{', '.join(map(self._where, data_files))}: not read, because Slipstream orders samples differently. Loaders start from "
                 "the beginning; skip_first_batches(loader, n) skips as many batches, with different samples."

@@ -367,8 +367,10 @@ def _read_accelerate(saver: Saver, folder: Path, allow_pickle: bool) -> SavedSta
 
     if not is_accelerate_checkpoint(folder):
         return None
-    moves = max((scheduler.moves for scheduler in saver.components.registry.schedulers), default=1)
-    found = read_accelerate_checkpoint(folder, allow_pickle=allow_pickle, scheduler_moves=moves)
+    registry = saver.components.registry
+    moves = max((scheduler.moves for scheduler in registry.schedulers), default=1)
+    same_order = bool(registry.loaders) and all(getattr(loader, "orders_as_accelerate", False) for loader in registry.loaders)
+    found = read_accelerate_checkpoint(folder, allow_pickle=allow_pickle, scheduler_moves=moves, same_order=same_order)
     updates = [_count_steps(state) for state in found.optimizers]
     return SavedState(
         where=str(folder),

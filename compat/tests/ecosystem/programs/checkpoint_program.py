@@ -51,7 +51,10 @@ class Counter:
 
 
 def make_accelerator(spec: dict[str, Any]) -> Accelerator:
-    config = DataLoaderConfiguration(use_stateful_dataloader=spec.get("stateful", False))
+    shuffled, stateful = spec.get("shuffled", False), spec.get("stateful", False)
+    config = DataLoaderConfiguration(
+        use_stateful_dataloader=stateful, use_seedable_sampler=shuffled, data_seed=3 if shuffled else None
+    )
     version, kind = spec.get("fsdp") or (None, None)
     if version is None:
         return Accelerator(cpu=True, dataloader_config=config)
@@ -130,8 +133,10 @@ def main(spec: dict[str, Any]) -> None:
             torch.nn.init.normal_(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    loader = torch.utils.data.DataLoader([(index, index * index % 11, index * index * 5 % WORDS) for index in range(40)], batch_size=2)
+    samples = [(index, index * index % 11, index * index * 5 % WORDS) for index in range(40)]
+    loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=spec.get("shuffled", False))
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    loader.set_epoch(1)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     report: dict[str, Any] = {"losses": [], "samples": []}
