@@ -4,8 +4,10 @@ A translation layer: the names, signatures and structures that scripts and libra
 of Slipstream. Slipstream itself never imports it. What exists here only because a client needs it names that client.
 """
 
+import os
+
 from accelerate._forwarding import forward_names
-from accelerate._installation import warn_of_another_accelerate
+from accelerate._installation import warn_of_original
 
 __version__ = "1.15.0+slipstream"
 __slipstream_programs__ = "test_utils"  # messages name the user's line: files of the drop-in do not count, except those of these programs
@@ -34,6 +36,13 @@ __all__, __getattr__, __dir__ = forward_names(
         "slipstream": """CheckpointError ConfigError DistributedOperationException LaunchError MismatchError MissingCheckpointError
             NonFiniteError PeerLostError SlipstreamError StateError WaitTimeoutError layer_major map_across_processes""",
     },
+    submodules="""accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging memory_utils
+        optimizer parallelism_config scheduler state test_utils tracking utils""",
 )
 
-warn_of_another_accelerate(__version__)
+warn_of_original()
+if os.environ.get("ACCELERATE_ENABLE_RICH", "").lower() in ("1", "true", "yes", "on", "y", "t"):
+    from accelerate.utils.imports import is_rich_available
+
+    if is_rich_available():
+        from accelerate.utils import rich  # noqa: F401

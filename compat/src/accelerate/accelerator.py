@@ -21,12 +21,13 @@ from accelerate._accelerator_loop import LoopMixin
 from accelerate._accelerator_trackers import TrackersMixin
 from accelerate._forwarding import forward_names
 from accelerate._gradient_state import GradientState
+from accelerate._installation import warn_of_newer_clients
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from slipstream.accelerator import Accelerator as _Accelerator
 from slipstream.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
-from slipstream.config.sources import environment
+from slipstream.config.sources import environment, parse_flag_from_env
 from slipstream.errors import ConfigError
 from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from slipstream.strategies.ddp_options import DistributedDataParallelKwargs
@@ -75,6 +76,7 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, Engines
 
         self._models: list[torch.nn.Module] = []
         self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
+        warn_of_newer_clients()
         handlers = list(kwargs_handlers or ())
         self._refuse_engines(handlers, deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin)
         init = next((handler for handler in handlers if isinstance(handler, InitProcessGroupKwargs)), None)
@@ -85,6 +87,7 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, Engines
         )
         if not first and fsdp_plugin is None:
             fsdp_plugin, parallelism_config = state.fsdp_plugin, parallelism_config or state.parallelism_config
+        fsdp_plugin, parallelism_config = _told_by_launcher(fsdp_plugin, parallelism_config)
         self._ineffective: dict[str, Any] = {}
         handlers = self._leave_out_ineffective(handlers, state, fsdp_plugin)
         if dynamo_plugin is None:
@@ -175,6 +178,13 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, Engines
             self._models.append(prepared)
         _mark_prepared(prepared)
         return prepared
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Return whether a device map dispatched the model, so that several processes cannot train it together.
+
+        ACCELERATE_BYPASS_DEVICE_MAP=true says that they can: each process has a whole model of its own.
+        """
+        return not parse_flag_from_env("ACCELERATE_BYPASS_DEVICE_MAP") and super().verify_device_map(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap an optimizer so that it steps where an update ends."""
@@ -284,8 +294,23 @@ def _choose_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int 
             )
         return None
     if told is not None:
+        if not told.strip().isdigit():
+            raise ConfigError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={told}: write a whole number of batches, from 1")
         steps = int(told)
     return None if steps == 1 else steps
+
+
+def _told_by_launcher(fsdp_plugin: Any, parallelism_config: Any) -> tuple[Any, Any]:
+    """Return the plugin and the mesh; where there is none, those that variables of `accelerate launch` ask for."""
+    if fsdp_plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
+
+        fsdp_plugin = FullyShardedDataParallelPlugin()
+    if parallelism_config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        from accelerate.parallelism_config import ParallelismConfig
+
+        parallelism_config = ParallelismConfig()
+    return fsdp_plugin, parallelism_config
 
 
 def _choose_project(project_dir: Any, project_config: Any) -> Any:

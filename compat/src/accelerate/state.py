@@ -194,6 +194,10 @@ class PartialState(_SharedView, _PartialState):
             self._cpu = cpu
             super(PartialState, self).__init__(cpu, **kwargs)
             self._place_device()
+            if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+                from accelerate.utils.environment import set_numa_affinity
+
+                set_numa_affinity(self.local_process_index)
             for name in ("num_processes", "process_index", "local_process_index", "distributed_type", "backend"):
                 setattr(self, name, getattr(self, name))
 

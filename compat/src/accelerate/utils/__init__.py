@@ -93,6 +93,8 @@ __all__, _find, __dir__ = forward_names(
         "slipstream.utils": """DeviceMap GuardKwargs LedgerKwargs LedgerReport MemorySnapshot NonFiniteError TorchaoQuantizationConfig
             layer_major map_across_processes memory_snapshot merge_traces top_operators""",
     },
+    submodules="""ao bnb constants dataclasses deepspeed environment fsdp_utils imports launch megatron_lm memory modeling offload
+        operations other random torch_xla transformer_engine versions""",
 )
 
 _WITH_DEEPSPEED = (
