@@ -49,8 +49,8 @@ def warn_of_original(path: Iterable[str] | None = None, package: Path | None = N
     found = find_originals(path, package)
     if found:
         warnings.warn(
-            f"`import accelerate` found the drop-in of Slipstream, in {Path(__file__).parent}, but {'; '.join(found)}. With another order of "
-            "the path, or after another installation, that one answers. Run `pip uninstall accelerate` until none is left, then install "
+            f"`import accelerate` found the drop-in of Slipstream, in {Path(__file__).parent}, but {'; '.join(found)}. With another order "
+            "of the path, or after another installation, that one answers. Run `pip uninstall accelerate` until none is left, then install "
             "the one that you want; `slipstream doctor` shows both.",
             stacklevel=3,
         )
