@@ -263,8 +263,13 @@ class SkipBatchSampler(BatchSampler):
 
 
 def find_sampler_holder(dataloader: Any) -> Any:
-    """Return the innermost batch sampler of a loader, whose `sampler` says the order; the loader itself without batch sampler."""
+    """Return the innermost batch sampler of a loader, whose `sampler` says the order; the loader itself without batch sampler.
+
+    A loader with `batch_size=None` can have a batch sampler as its `sampler`.
+    """
     holder = dataloader if dataloader.batch_sampler is None else dataloader.batch_sampler
+    if holder is dataloader and isinstance(dataloader.sampler, BatchSampler):
+        holder = dataloader.sampler
     while hasattr(holder, "batch_sampler") and holder is not dataloader:
         holder = holder.batch_sampler
     return holder
