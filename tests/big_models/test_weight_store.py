@@ -490,6 +490,8 @@ def test_placeholder_has_no_values(tmp_path: Path) -> None:
         x @ weight.T
     with pytest.raises(StateError, match=r"body.0.weight is offloaded, and was written to"), torch.no_grad():
         weight.copy_(real)
+    with pytest.raises(StateError, match="was written to"), torch.no_grad():
+        weight.data += weight @ weight  # nothing but placeholders: torch alone would compute the shape and forget the sum
     assert (weight.shape, weight.is_meta, weight.dtype, weight.numel()) == (torch.Size([2, 2]), True, torch.float32, 4)
     assert isinstance(weight, torch.nn.Parameter)
     assert is_placeholder(copy.deepcopy(model)["body"][0].weight)

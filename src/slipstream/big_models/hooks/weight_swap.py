@@ -49,16 +49,26 @@ def _apply_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         offloaded = [tensor for tensor in everything if isinstance(tensor, (PlaceholderParameter, PlaceholderBuffer)) and tensor.is_meta]
         if offloaded and any(not tensor.is_meta and tensor.dim() for tensor in everything):
             return _with_values(function, args, kwargs, offloaded)
+        if len(offloaded) > 1 and _writes(getattr(function, "__name__", "")):  # torch would compute shapes, and nothing be written
+            raise StateError(_placeholder_error(offloaded[0], "written to"))
         result = function(*args, **kwargs)
         if function in torch.overrides.get_default_nowrap_functions() or not isinstance(result, torch.Tensor) or not result.is_meta:
             return result
         return result if isinstance(result, (PlaceholderParameter, PlaceholderBuffer)) else result.as_subclass(PlaceholderBuffer)
 
 
+_IN_PLACE: Final = frozenset(f"__i{operator}__" for operator in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow"))
+
+
+def _writes(name: str) -> bool:
+    """Return whether a method of tensors computes in place, by its name."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def _with_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], offloaded: Sequence[torch.Tensor]) -> Any:
     """Run the operation with the weights in place of their placeholders."""
     name = getattr(function, "__name__", "")
-    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+    if name in ("__set__", "__setitem__") or _writes(name):
         raise StateError(_placeholder_error(offloaded[0], "written to"))
     with ExitStack() as stack:
         values: dict[int, torch.Tensor] = {}
