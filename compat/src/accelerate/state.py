@@ -174,6 +174,16 @@ class _SharedView:
                 module.set_device(self.__dict__["device"])
 
 
+def _of_partial_state(name: str) -> Any:
+    """Return a property that `AcceleratorState` has of `PartialState`, also after a reset of the former alone."""
+    original = getattr(_PartialState, name)
+
+    def read(self: Any) -> Any:
+        return getattr(PartialState(), name) if not self.initialized and PartialState._shared_state else original.fget(self)
+
+    return property(read, doc=original.__doc__)
+
+
 class PartialState(_SharedView, _PartialState):
     """Which process this is, on which device, and how it talks to the others; one state for the whole process."""
 
@@ -287,6 +297,10 @@ class AcceleratorState(_SharedView, _AcceleratorState):
     process_index = _assignable("process_index", _PartialState)
     local_process_index = _assignable("local_process_index", _PartialState)
     distributed_type = _assignable("distributed_type", _AcceleratorState)  # axolotl assigns it
+    is_main_process = _of_partial_state("is_main_process")
+    is_local_main_process = _of_partial_state("is_local_main_process")
+    is_last_process = _of_partial_state("is_last_process")
+    use_distributed = _of_partial_state("use_distributed")
     backend = _assignable("backend", _PartialState)
 
     @staticmethod
