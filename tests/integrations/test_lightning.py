@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -27,6 +28,7 @@ with warnings.catch_warnings():
     import lightning as L
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from slipstream.integrations.lightning import SlipstreamFabricStrategy, SlipstreamStrategy
     from slipstream.integrations.lightning.data import ShardedLoader, global_batches
@@ -538,6 +540,30 @@ def test_missing_call(ranks, tmp_path):
     for message in ranks(2).run(missing, str(tmp_path)):
         assert "MismatchError" in message
         assert "barrier" in message
+
+
+def terminated(folder: str) -> Any:
+    class Told(Net):
+        def on_train_batch_end(self, *details: Any) -> None:
+            if self.global_rank == 1 and self.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    model, run = Told(), trainer("slipstream", folder, max_epochs=400)
+    assert callable(run._signal_connector._sigterm_notifier_fn)  # Lightning still has what we replace
+    assert callable(run.fit_loop.epoch_loop._broadcast_sigterm_tensor)
+    try:
+        run.fit(model, data(64))
+    except SIGTERMException:
+        return len(model.seen), run.received_sigterm
+    return None
+
+
+def test_sigterm(ranks, tmp_path):
+    """When one rank is told to end, all of them stop before the same batch, within seconds."""
+    first, second = ranks(2).run(terminated, str(tmp_path))
+    assert first == second
+    assert 2 <= first[0] < 3200
+    assert first[1]
 
 
 def not_ours(folder: str) -> str:

@@ -43,7 +43,7 @@ from slipstream.distributed.scatter import agree_or_raise
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
-__all__ = ["DataLoaderCopy", "MapLoader", "RankBatchSampler", "samples_per_batch"]
+__all__ = ["DataLoaderCopy", "MapLoader", "RankBatchSampler", "iterate_unprofiled", "samples_per_batch"]
 
 
 # torch internals: whether a profiler runs (torch 2.13). There is no public way to ask. tests/data/test_loader_profile.py notices a change.
@@ -93,7 +93,7 @@ class RankBatchSampler:
         return self._loader.drop_last
 
 
-def _iterate_unprofiled(iterator: Any) -> Iterator[Any]:
+def iterate_unprofiled(iterator: Any) -> Iterator[Any]:
     """Yield the batches of torch's iterator without its profiler mark, a tenth of a small batch's time, unless a profiler runs."""
     # torch internals: `_next_data` is `next(iterator)` without the mark for a profiler (torch 2.13). tests/data/test_loader_profile.py and
     # tests/data/test_map_loader.py notice a change; it can go when torch marks batches only for a profiler that runs.
@@ -143,7 +143,7 @@ class DataLoaderCopy:
         if not feed.asked:
             return self._begun_late(iterator, type(loader))
         feed.pending = None
-        return _iterate_unprofiled(iterator) if type(iterator) is _SingleProcessDataLoaderIter else iterator
+        return iterate_unprofiled(iterator) if type(iterator) is _SingleProcessDataLoaderIter else iterator
 
     def _begun_late(self, iterator: Iterator[Any], kind: type) -> Iterator[Any]:
         """Yield the batches of a subclass whose iteration begins with its first batch."""

@@ -11,13 +11,14 @@ much the loss of this rank counts, so that the gradient is the mean over the sam
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from slipstream.data.map_loader import iterate_unprofiled
 from slipstream.data.order import draw_order, torch_sampler_kind
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
@@ -150,14 +151,19 @@ class ShardedLoader(DataLoader[Any]):
         return len(self.original.batch_sampler) if self._is_dealt else len(self.global_sampler)  # type: ignore[arg-type]
 
     def _policy(self) -> LastBatch:
-        return "pad" if self._is_dealt or self.original.batch_sampler is None else self._last()
+        return self._last() if self._has_batches else "pad"
 
     def _spans(self, start: int = 0) -> list[_Span]:
         drop = not self._is_dealt and self.original.batch_sampler is not None and self.original.drop_last
         drop = drop or (self._is_dealt and bool(getattr(self.original.batch_sampler, "drop_last", False)))
         return global_batches(self._length(), self._size, self.world_size, self._policy(), drop, start)
 
-    def _order(self) -> Sequence[Any]:
+    @property
+    def _has_batches(self) -> bool:
+        """Whether this rank reads lists of samples, and not single samples or batches of the user's batch sampler."""
+        return self.original.batch_sampler is not None and not self._is_dealt
+
+    def _order(self) -> list[Any]:
         """Return the units of this epoch in order, the same on every rank."""
         if self._is_dealt:
             return list(self.original.batch_sampler)  # type: ignore[arg-type]
@@ -169,13 +175,13 @@ class ShardedLoader(DataLoader[Any]):
 
     def rank_items(self) -> Iterator[Any]:
         """Yield what this rank reads of the pass that begins: lists of positions, or positions where batching is off."""
-        start = self._position
-        order, whole = self._order(), self.original.batch_sampler is None or self._is_dealt
-        for begin, stop in self._spans(start):
-            own = list(order[begin + self.rank : stop : self.world_size])
-            if len(own) < math.ceil((stop - begin) / self.world_size) and (self._policy() == "pad" or not own):
-                own.append(order[(self.rank - (stop - begin)) % self.world_size % len(order)])
-            yield own[0] if whole else own
+        order, rank, ranks = self._order(), self.rank, self.world_size
+        for begin, stop in self._spans(self._position):
+            own = order[begin + rank : stop : ranks]
+            missing = (rank - stop + begin) % ranks
+            if (stop - begin) % ranks and len(own) == (stop - begin) // ranks and (not own or self._policy() == "pad"):
+                own = [*own, order[missing % len(order)]]  # the sample that Lightning's sampler repeats here
+            yield own if self._has_batches else own[0]
 
     def __len__(self) -> int:
         """Return how many batches a whole pass has, the same on every rank."""
@@ -188,12 +194,13 @@ class ShardedLoader(DataLoader[Any]):
         state["_position"] = position if epoch == self.global_sampler.epoch else 0
         spans = self._spans(self._position)
         self._tell_repeats(spans, policy)
-        weighs = policy == "weigh"
-        for (begin, stop), batch in zip(spans, self._inner, strict=True):
+        state["weight"] = 1.0
+        iterator = iter(self._inner)
+        batches = iterate_unprofiled(iterator) if type(iterator) is _SingleProcessDataLoaderIter else iterator
+        for (begin, stop), batch in zip(spans, batches, strict=True):
             state["_position"] = stop
-            if weighs:
-                total = stop - begin
-                state["weight"] = max(0, (total - self.rank + ranks - 1) // ranks) * ranks / total
+            if (stop - begin) % ranks and policy == "weigh":
+                state["weight"] = max(0, (stop - begin - self.rank + ranks - 1) // ranks) * ranks / (stop - begin)
             yield batch
 
     def _tell_repeats(self, spans: list[_Span], policy: LastBatch) -> None:

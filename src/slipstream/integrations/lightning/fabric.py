@@ -6,6 +6,7 @@ Fabric leaves the loop to the script. The strategy does for `fabric.setup`, `bac
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -80,6 +81,7 @@ class SlipstreamFabricStrategy(StrategyMixin, ParallelStrategy):  # type: ignore
             precision=precision,
         )
         self._backward_sync_control = _SyncControl(self.runtime)
+        self._trained: weakref.WeakKeyDictionary[Any, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
     # -- processes ------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,7 @@ class SlipstreamFabricStrategy(StrategyMixin, ParallelStrategy):  # type: ignore
         strategy = self.runtime.components.strategy
         strategy.expect(optimizers)
         prepared = self.setup_module(module)
+        self._trained.clear()
         strategy.expect([])
         return prepared, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
@@ -142,11 +145,17 @@ class SlipstreamFabricStrategy(StrategyMixin, ParallelStrategy):  # type: ignore
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, after a check that gradients are averaged."""
         if "closure" not in kwargs:
-            owners, _ = self.runtime.components.stepper.owners(
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            )
-            self.runtime.check_reduced([owner.prepared for owner in owners])
+            self.runtime.check_reduced(self._models_of(optimizer))
         return super().optimizer_step(optimizer, **kwargs)
+
+    def _models_of(self, optimizer: Any) -> list[torch.nn.Module]:
+        """Return the models that an optimizer trains, looked up once."""
+        known = self._trained.get(optimizer)
+        if known is None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            owners, _ = self.runtime.components.stepper.owners(parameters)
+            known = self._trained[optimizer] = [owner.prepared for owner in owners]
+        return known
 
     def clip_gradients_norm(
         self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True

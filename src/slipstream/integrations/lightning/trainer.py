@@ -19,7 +19,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from slipstream.integrations.lightning.checkpoints import (
@@ -34,6 +33,7 @@ from slipstream.integrations.lightning.checkpoints import (
 from slipstream.integrations.lightning.data import LastBatch, ShardedLoader, find_global_sampler
 from slipstream.integrations.lightning.precision import replace_precision
 from slipstream.integrations.lightning.runtime import ForwardModule
+from slipstream.integrations.lightning.signals import SignalAgreement
 from slipstream.integrations.lightning.strategy_mixin import StrategyMixin
 
 __all__ = ["SlipstreamStrategy"]
@@ -125,24 +125,11 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
         if fits:
             self._reset_optimizers_and_schedulers()  # those of an earlier run may hold parameters that sharding has replaced
             self.setup_optimizers(trainer)
-            self._guard_signals(trainer)
+        if self.runtime.communicates:
+            SignalAgreement(self.runtime, trainer).install(fits=fits)
         self.setup_precision_plugin()
         if fits:
             _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _guard_signals(self, trainer: Any) -> None:
-        """Let ranks agree on a SIGTERM by a guarded call: Lightning broadcasts a tensor before every batch, unwatched."""
-        # Lightning internals: `_broadcast_sigterm_tensor` of the epoch loop (lightning 2.6.6) has no public name.
-        # tests/integrations/test_lightning.py notices a change; it can go when the loop asks the strategy.
-        loop = trainer.fit_loop.epoch_loop
-        if not hasattr(loop, "_broadcast_sigterm_tensor"):
-            return
-
-        def agree() -> None:
-            if self.runtime.decide(bool(getattr(trainer, "received_sigterm", False)), all_ranks=False):
-                raise SIGTERMException
-
-        loop._broadcast_sigterm_tensor = agree
 
     def model_to_device(self) -> None:
         """Move the model to the device of this process."""
