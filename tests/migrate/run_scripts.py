@@ -1,7 +1,7 @@
 """Runs scripts one after the other in the processes that a launcher has started, and keeps what each prints.
 
-One start for many scripts: `torchrun run_scripts.py FOLDER a.py b.py`, or `slipstream launch run_scripts.py ...`. Under torchrun each
-script has a process and a port of its own, because its store cannot open a second default group.
+One start for many scripts: `torchrun run_scripts.py --fork FOLDER a.py b.py`, or `slipstream launch run_scripts.py FOLDER ...`. With
+`--fork` each script has a process and a port of its own, because the store of torchrun cannot open a second default group.
 """
 
 import contextlib
@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch.distributed  # noqa: F401  before the processes are forked
 
-folder, *scripts = sys.argv[1:]
+fork = "--fork" in sys.argv
+folder, *scripts = [argument for argument in sys.argv[1:] if argument != "--fork"]
+port = int(os.environ.get("MASTER_PORT", "0"))
 rank = os.environ.get("RANK", "0")
 os.chdir(folder)
 
@@ -24,11 +26,11 @@ def run(script: str) -> None:
 
 
 for number, script in enumerate(scripts, 1):
-    if os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None) is None and "SCRIPT_PORT" not in os.environ:
+    if not fork:
         run(script)
         continue
-    os.environ.setdefault("SCRIPT_PORT", os.environ["MASTER_PORT"])
-    os.environ["MASTER_PORT"] = str(20000 + (int(os.environ["SCRIPT_PORT"]) * 7 + number) % 10000)
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ["MASTER_PORT"] = str(20000 + (port * 7 + number) % 10000)
     child = os.fork()
     if not child:
         run(script)

@@ -87,7 +87,7 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
     """What the originals print on two processes of torchrun."""
     folder = tmp_path_factory.mktemp("before")
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    run(*start, str(FOLDER / "run_scripts.py"), str(folder), *(str(FOLDER / "scripts" / f"{name}.py") for name in BY_TORCHRUN))
+    run(*start, str(FOLDER / "run_scripts.py"), "--fork", str(folder), *(str(FOLDER / "scripts" / f"{name}.py") for name in BY_TORCHRUN))
     return printed(folder, BY_TORCHRUN)
 
 

@@ -9,6 +9,7 @@ import click
 
 from slipstream.errors import ConfigError
 from slipstream.migrate.migration import ORIGINS, Migration, migrate_text
+from slipstream.migrate.notebook_cells import migrate_notebook
 from slipstream.migrate.script_files import ScriptFile, decode_script, find_scripts, read_script, write_scripts
 
 __all__ = ["command"]
@@ -54,14 +55,14 @@ def command(paths: tuple[str, ...], write: bool, check: bool, origin: str) -> in
     for path in find_scripts(paths):
         try:
             script = read_script(path)
-            scripts.append((script, migrate_text(script.text, str(path), origin)))
+            scripts.append((script, _migrate(script, origin)))
         except ConfigError as error:
             errors.append(str(error))
     if errors and (write or not scripts):
         raise ConfigError("\n".join(errors))
     changed = [(script, migration) for script, migration in scripts if migration.is_changed]
     if write:
-        write_scripts([(script, migration.new) for script, migration in changed], _tell)
+        write_scripts([(script, migration.written or migration.new) for script, migration in changed], _tell)
     else:
         for _, migration in changed:
             _print_diff(migration)
@@ -71,6 +72,14 @@ def command(paths: tuple[str, ...], write: bool, check: bool, origin: str) -> in
         raise ConfigError("\n".join(errors))
     _summarize(len(scripts), changed, write)
     return 1 if check and changed else 0
+
+
+def _migrate(script: ScriptFile, origin: str) -> Migration:
+    if script.path.suffix == ".ipynb":
+        return migrate_notebook(script.text, str(script.path), lambda text, name: migrate_text(text, name, origin))
+    if script.path.suffix in (".json", ".yaml", ".yml", ".sh"):
+        raise ConfigError(f"{script.path} is not a Python script.\nGive the script that uses it: slipstream migrate train.py")
+    return migrate_text(script.text, str(script.path), origin)
 
 
 def _migrate_stdin(paths: tuple[str, ...], write: bool, check: bool, origin: str) -> int:

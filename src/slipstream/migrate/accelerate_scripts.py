@@ -7,6 +7,7 @@ have stays as it is, with a note that says what to use instead.
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -20,6 +21,8 @@ __all__ = ["ABSENT_ATTRIBUTES", "rewrite_accelerate", "uses_accelerate"]
 
 _OTHER: Final = "accelerate"
 _OURS: Final = "slipstream"
+_PUBLIC: Final = ("utils", "logging", "tracking", "hooks", "inference")
+"""Modules below the package that are files."""
 
 ABSENT_ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -71,7 +74,7 @@ def _rewrite_import(rewriter: Rewriter, node: ast.Import) -> None:
         first, dot, rest = alias.name.partition(".")
         if first != _OTHER:
             continue
-        if not dot or rest in (*MODULES, "utils", "logging", "tracking", "hooks", "inference", "accelerator"):
+        if not dot or rest in (*MODULES, *_PUBLIC, "accelerator"):
             start = rewriter.script.span(alias)[0]
             rewriter.replace_span(start, start + len(_OTHER), _OURS, reason="the package is slipstream; its names are the same")
         else:
@@ -107,14 +110,14 @@ def _rewrite_import_from(rewriter: Rewriter, node: ast.ImportFrom) -> None:
 def _home(module: str, name: str) -> str | None:
     """Return the module to import a name from: the same one if it has it."""
     path = module.removeprefix(f"{_OURS}.")
-    if name == "*":
+    if name == "*" or (path in MODULES and name in names_of(path)):
         return module
-    if path in MODULES and name in names_of(path):
+    if module in (_OURS, f"{_OURS}.utils") and name in importlib.import_module(module).__all__:
         return module
-    if module == _OURS and (f"{name}" in MODULES or name in ("utils", "logging", "tracking", "hooks", "inference")):
+    if module == _OURS and (name in MODULES or name in _PUBLIC):
         return module
     home = find_home(name)
-    if home is None or home in (_OURS, f"{_OURS}.utils", f"{_OURS}.logging", f"{_OURS}.tracking", f"{_OURS}.hooks", f"{_OURS}.inference"):
+    if home is None or home == _OURS or home.removeprefix(f"{_OURS}.") in _PUBLIC:
         return home
     return next((f"{_OURS}.{path}" for path, names in MODULES.items() if name in names.split()), home)
 
@@ -123,10 +126,12 @@ def _rewrite_attribute(rewriter: Rewriter, node: ast.Attribute) -> None:
     """Change `accelerate.utils.set_seed`, and tell of attributes of an Accelerator that are not here."""
     script = rewriter.script
     parent = script.parents[node]
+    key = key_of(node) or ""
+    if isinstance(node.value, ast.Name) and node.value.id in _accelerators(script) and node.attr in ABSENT_ATTRIBUTES:
+        rewriter.note(node, f"{key} is not in slipstream: {ABSENT_ATTRIBUTES[node.attr]}.")
     if isinstance(parent, ast.Attribute):  # only the whole chain
         return
     name = script.qualified(node)
-    key = key_of(node) or ""
     if name is not None and name.split(".")[0] == _OTHER and "accelerate" in script.imported and key.startswith(f"{_OTHER}."):
         module, _, last = name.replace(_OTHER, _OURS, 1).rpartition(".")
         home = module if "Accelerator." in name else _home(module, last)
@@ -137,8 +142,6 @@ def _rewrite_attribute(rewriter: Rewriter, node: ast.Attribute) -> None:
             rewriter.note(node, explain_missing(module, last) or f"slipstream has no {key.removeprefix(_OTHER + '.')}.")
         start = script.span(node)[0]
         rewriter.replace_span(start, start + len(_OTHER), _OURS, reason="the package is slipstream; its names are the same")
-    elif isinstance(node.value, ast.Name) and node.value.id in _accelerators(script) and node.attr in ABSENT_ATTRIBUTES:
-        rewriter.note(node, f"{key} is not in slipstream: {ABSENT_ATTRIBUTES[node.attr]}.")
 
 
 def _accelerators(script: Script) -> set[str]:

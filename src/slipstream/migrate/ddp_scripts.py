@@ -38,12 +38,12 @@ def rewrite_ddp(rewriter: Rewriter) -> None:
     training = TrainingRules(rewriter, placement)
     ProcessRules(rewriter, placement).apply()
     training.apply()
+    placement.settle()
     finish(rewriter, placement)
 
 
 def finish(rewriter: Rewriter, placement: AcceleratorPlacement) -> None:
-    """Make the Accelerator, and settle the imports, after all rules have run."""
-    placement.settle()
+    """Settle the imports, after all rules have run."""
     rewriter.result()  # the texts that it asks for say which names are needed
     add_imports(rewriter, placement.imports)
     drop_unused_imports(rewriter)

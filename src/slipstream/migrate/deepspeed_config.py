@@ -85,7 +85,8 @@ class DeepSpeedConfig:
         kind = (self.text("optimizer", "type") or "").strip("'\"").lower()
         if kind not in _OPTIMIZERS or self.text("optimizer", "params", "adam_w_mode") == "False":
             return None
-        options = [f"{name}={value}" for name in _OPTIMIZER_OPTIONS if (value := self.text("optimizer", "params", name)) is not None]
+        given = {name: self.text("optimizer", "params", name) for name in _OPTIMIZER_OPTIONS}
+        options = [f"{name}={f'({value[1:-1]})' if value[0] == '[' else value}" for name, value in given.items() if value is not None]
         return f"{_OPTIMIZERS[kind]}({', '.join((parameters, *options))})"
 
     def notes(self) -> Iterator[str]:

@@ -40,6 +40,7 @@ def rewrite_deepspeed(rewriter: Rewriter) -> None:
         return
     ProcessRules(rewriter, placement).apply()
     TrainingRules(rewriter, placement).apply_data()
+    placement.settle()
     rules.settle_optimizer()
     finish(rewriter, placement)
     for node in rewriter.script.nodes:
@@ -109,7 +110,7 @@ class _EngineRules:
         self.config = config or self.config
         made = self._make_optimizer(given, model)
         if made is None:
-            kind = self.config.text("optimizer", "type")
+            kind = (self.config.text("optimizer", "type") or "").strip("\"'")
             told = f"torch has no optimizer {kind}" if kind else "it has no optimizer"
             self.rewriter.note(call, f"{told}, so nothing was changed here. Give one of torch.optim to initialize(optimizer=...).")
             return False
@@ -337,7 +338,8 @@ class _EngineRules:
         place: tuple[Part, ...] = (folder,)
         if tag is not None:
             self.placement.imports.add(("os", ""))
-            place = ("os.path.join(", folder, ", str(", tag, "))")
+            is_text = isinstance(tag, ast.JoinedStr) or (isinstance(tag, ast.Constant) and isinstance(tag.value, str))
+            place = ("os.path.join(", folder, ", ", tag, ")") if is_text else ("os.path.join(", folder, ", str(", tag, "))")
         reason = "a checkpoint is saved as a whole, with loaders and random states, and verified when it is loaded"
         self.rewriter.replace(call, self.placement.need(call), f".{method}(", *place, ")", reason=reason)
 

@@ -39,6 +39,8 @@ class Migration:
     changes: Sequence[Change]
     notes: Sequence[Note]
     origins: Sequence[str] = field(default=())
+    written: str | None = None
+    """What to write instead of `new`, if the file is not the script itself but a notebook."""
 
     @property
     def is_changed(self) -> bool:

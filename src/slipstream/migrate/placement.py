@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from slipstream.migrate.edits import Deferred, Rewriter
-from slipstream.migrate.source import Function, Script, Unit
+from slipstream.migrate.source import Function, Script, Unit, key_of
 
 __all__ = ["AcceleratorPlacement"]
 
@@ -247,10 +247,20 @@ class AcceleratorPlacement:
                     self.rewriter.delete(empty, _MAKE)
 
     def _calls_user(self, node: ast.AST) -> bool:
+        """Whether module code calls a function or class that needs the Accelerator, itself or through others."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or self.script.unit(node) is not None:
             return False
-        name = node.func.id
-        return any(isinstance(unit, ast.stmt) and unit.name == name for unit in self.script.tree.body if hasattr(unit, "name"))
+        return node.func.id in self._users()
+
+    def _users(self) -> set[str]:
+        units = [self.script.unit(used) for used in (*self._training, *self._questions)]
+        names = {unit.name for unit in units if unit is not None}
+        while True:
+            calls = [node for node in self.script.nodes if isinstance(node, ast.Call) and key_of(node.func) in names]
+            callers = {unit.name for unit in map(self.script.unit, calls) if unit is not None}
+            if callers <= names:
+                return names
+            names |= callers
 
     def _arguments(self, home: Unit, first: ast.stmt) -> str:
         given: dict[str, str] = {}
