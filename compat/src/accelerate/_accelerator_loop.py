@@ -7,7 +7,7 @@ gradients are then not averaged over processes), `step` counts batches, and with
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -73,9 +73,9 @@ class LoopMixin:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather in dataset order, without the samples that only padded a batch; see `slipstream.Accelerator`."""
-        if self.state._runtime.process.world_size == 1:
+        if self.state._runtime.process.world_size == 1 and (use_gather_object or not _holds_tensors(input_data)):
             return input_data
-        return super().gather_for_metrics(input_data, use_gather_object)
+        return super().gather_for_metrics(input_data, use_gather_object)  # also on one process: Trainer repeats the loss of a short batch
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors, arrays or numbers over the processes (sum, mean, max or min), and multiply by `scale`."""
@@ -104,6 +104,15 @@ class LoopMixin:
         if raised or self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
         return raised
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Return whether a structure has tensors and nothing else."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_holds_tensors(item) for item in value)
+    return isinstance(value, torch.Tensor)
 
 
 def _is_model(value: Any) -> bool:
