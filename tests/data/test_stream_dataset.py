@@ -79,19 +79,20 @@ def test_foreign_shard_is_doubted() -> None:
 @pytest.mark.parametrize("name", ["num_shards", "n_shards"])
 def test_shards_given_to_ranks(name: str) -> None:
     """Shards are given to the ranks."""
-    shards = [[1, 2], [3], [4, 5, 6]]
+    shards = [[1, 2], [3], [4, 5, 6], []]
     answers = [shard_dataset(Sharded(shards, name), rank, 2) for rank in range(2)]
     assert all(answer.own for answer in answers)
     assert [list(answer.dataset) for answer in answers] == [[1, 2, 4, 5, 6], [3]]
 
 
-def test_too_few_shards() -> None:
-    """Too few shards are reported and not used."""
-    dataset = Sharded([[1, 2]])
+@pytest.mark.parametrize("count", [1, 3])
+def test_uneven_shards(count: int) -> None:
+    """Shards that the ranks cannot share evenly are reported and not used."""
+    dataset = Sharded([[1, 2]] * count)
     answer = shard_dataset(dataset, 0, 2)
     assert not answer.own
     assert answer.dataset is dataset
-    assert "num_shards=1 for 2 processes" in answer.doubt
+    assert f"num_shards={count}, which 2 processes cannot share evenly" in answer.doubt
 
 
 def test_split_by_rank() -> None:

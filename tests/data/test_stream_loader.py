@@ -413,7 +413,7 @@ def test_shards_read_once(ranks: Any) -> None:
         assert isinstance(loader, StreamLoader)
         return passed(loader), loader.mode, loader._dataset.read, dataset.read
 
-    for world in (2, 3, 4):
+    for world in (2, 3):
         results = ranks(world).run(run)
         got = together([result for result, _, _, _ in results])
         assert sorted(item for entry, _, _, _ in got for item in entry) == sorted(sum(shards, []))
@@ -426,7 +426,7 @@ def test_too_few_shards_by_turns(caplog: pytest.LogCaptureFixture) -> None:
     """Too few shards are read by turns with a warning."""
     got = simulated(lambda: DataLoader(Sharded([[1, 2, 3], [4, 5]]), batch_size=1), 3)
     assert [entry for entry, _, _, _ in got] == [[1, 2, 3], [4, 5]]
-    assert "it has num_shards=2 for 3 processes" in caplog.text
+    assert "it has num_shards=2, which 3 processes cannot share evenly" in caplog.text
 
 
 def test_datapipe_with_workers(ranks: Any) -> None:
@@ -558,7 +558,7 @@ def test_hugging_face_stream(ranks: Any, tmp_path: Any) -> None:
         for case in range(3):
             got = together([result[case][0] for result in results])
             assert sorted(item for entry, _, _, _ in got for item in entry) == wanted
-            assert {result[case][1] for result in results} == {"own"}
+            assert {result[case][1] for result in results} == {"own" if world == 2 or case == 1 else "turns"}
 
 
 class Keeping(Stream):
