@@ -43,13 +43,3 @@ def test_slipstream_does_not_import_it():
 
     sources = Path(slipstream.__file__).parent.rglob("*.py")
     assert not [path for path in sources if "\nimport accelerate" in path.read_text() or "\nfrom accelerate" in path.read_text()]
-
-
-def test_the_original_beside_it(tmp_path):
-    """The first import names another accelerate on the path, once; the drop-in alone is no reason to speak."""
-    code = "import sys; sys.path.append(sys.argv[1]); import accelerate"
-    alone = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert alone.stderr == ""
-    (tmp_path / "accelerate-1.15.0.dist-info").mkdir()
-    both = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert both.stderr.count("accelerate 1.15.0 is installed too") == 1
