@@ -20,6 +20,7 @@ import device_maps
 import fsdp
 import imports
 import ledger
+import lightning_strategy
 import loading
 import mistakes
 import offload
@@ -98,6 +99,10 @@ def offloading(quick: bool) -> list[Figure]:
     return offload.measure(quick)
 
 
+def hosting(quick: bool) -> list[Figure]:
+    return lightning_strategy.figures(lightning_strategy.measure(2, 100) if quick else lightning_strategy.measure(5, 400))
+
+
 GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "imports": importing,
     "launch": starting,
@@ -113,6 +118,7 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "device maps": device_maps.measure,
     "skewed work": handing_out,
     "watch": watch.measure,
+    "lightning": hosting,
 }
 
 

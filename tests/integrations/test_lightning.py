@@ -584,6 +584,25 @@ def test_checkpoint_of_another_run(tmp_path):
     assert "not of a run of Lightning" in not_ours(str(tmp_path))
 
 
+# -- the page ---------------------------------------------------------------------------------------------------------------
+
+
+def run_block(code: str, folder: str) -> None:
+    os.chdir(folder)
+    exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_page(ranks, tmp_path, number):
+    """The blocks of docs/lightning.md run on two processes."""
+    blocks = re.findall(r"^```python lightning\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    ranks(2).run(run_block, blocks[number], str(tmp_path))
+
+
 # -- as users start it -----------------------------------------------------------------------------------------------------
 
 
