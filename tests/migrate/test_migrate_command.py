@@ -188,6 +188,13 @@ def test_help_and_no_torch(script: Path) -> None:
         assert arguments[1] != "--help" or "Exit codes" in done.stdout
 
 
+def test_page() -> None:
+    """The example of the page is what the command prints."""
+    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
+    before = page.partition("```python before\n")[2].partition("```")[0]
+    assert migrate_text(before, "train.py").diff() == page.partition("```diff\n")[2].partition("```")[0]
+
+
 def test_reasons_of_hunks() -> None:
     """Every hunk has a reason."""
     for path in sorted((Path(__file__).parent / "scripts").glob("*.py")):

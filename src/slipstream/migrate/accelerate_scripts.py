@@ -40,9 +40,7 @@ ABSENT_ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
 _MOVED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(("dispatch_batches", "even_batches", "use_seedable_sampler", "use_stateful_dataloader"), "DataLoaderConfiguration")
 )
-_SCHEDULE: Final = (
-    "Accelerate moves a prepared scheduler once per process and update, Slipstream once per update; this keeps the curve of the script"
-)
+_SCHEDULE: Final = "prepared schedulers keep their speed on several processes"
 
 
 def uses_accelerate(script: Script) -> bool:
@@ -76,7 +74,7 @@ def _rewrite_import(rewriter: Rewriter, node: ast.Import) -> None:
             continue
         if not dot or rest in (*MODULES, *_PUBLIC, "accelerator"):
             start = rewriter.script.span(alias)[0]
-            rewriter.replace_span(start, start + len(_OTHER), _OURS, reason="the package is slipstream; its names are the same")
+            rewriter.replace_span(start, start + len(_OTHER), _OURS, reason="the package is slipstream")
         else:
             rewriter.note(node, f"slipstream has no module {rest}. Import the names that you use from slipstream or slipstream.utils.")
 
@@ -141,7 +139,7 @@ def _rewrite_attribute(rewriter: Rewriter, node: ast.Attribute) -> None:
         if home is None:
             rewriter.note(node, explain_missing(module, last) or f"slipstream has no {key.removeprefix(_OTHER + '.')}.")
         start = script.span(node)[0]
-        rewriter.replace_span(start, start + len(_OTHER), _OURS, reason="the package is slipstream; its names are the same")
+        rewriter.replace_span(start, start + len(_OTHER), _OURS, reason="the package is slipstream")
 
 
 def _accelerators(script: Script) -> set[str]:

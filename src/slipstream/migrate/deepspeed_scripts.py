@@ -20,8 +20,8 @@ from slipstream.migrate.training_rules import TrainingRules
 
 __all__ = ["rewrite_deepspeed", "uses_deepspeed"]
 
-_ENGINE: Final = "the engine is the prepared model; its optimizer is a variable of its own"
-_STEP: Final = "the step of the engine in its parts: update, schedule, and clear the gradients"
+_ENGINE: Final = "the engine is the prepared model"
+_STEP: Final = "the step of the engine in its parts"
 _OPTIMIZER_CLASSES: Final = (
     "deepspeed.ops.adam.FusedAdam", "deepspeed.ops.adam.DeepSpeedCPUAdam", "deepspeed.ops.adam.fused_adam.FusedAdam",
 )  # fmt: skip
@@ -75,7 +75,7 @@ class _EngineRules:
             if isinstance(self.script.parents[call], ast.Expr):
                 self.placement.replaced.append(self.script.statement(call))
         for call in self.script.calls("deepspeed.add_config_arguments"):
-            reason = "options of the run are those of slipstream launch and of the Accelerator"
+            reason = "slipstream launch has the options"
             self.rewriter.delete(self.script.statement(call), reason)
         for call in self.script.calls(*_OPTIMIZER_CLASSES):
             self.rewriter.replace(call.func, "torch.optim.AdamW", reason="the optimizer of torch with the same update")
@@ -196,7 +196,7 @@ class _EngineRules:
         reads = [node for node in self.script.nodes if key_of(node) == key and isinstance(getattr(node, "ctx", None), ast.Load)]
         for name, value, statement in self.script.assignments():
             if name == key and len(reads) == 1 and isinstance(value, (ast.Dict, ast.Constant)):
-                self.rewriter.delete(statement, "what it says is in the Accelerator and in the script")
+                self.rewriter.delete(statement, "the Accelerator and the script say the same")
 
     # what is done with the engine
 
@@ -238,7 +238,7 @@ class _EngineRules:
         if loss is None:
             self.rewriter.note(call, "write accelerator.backward(loss).")
             return
-        reason = "backward scales and averages as the engine did"
+        reason = "backward of the Accelerator"
         self.rewriter.replace(call, self.placement.need(call), ".backward(", loss, ")", reason=reason)
         self._accumulate(call)
 
@@ -340,7 +340,7 @@ class _EngineRules:
             self.placement.imports.add(("os", ""))
             is_text = isinstance(tag, ast.JoinedStr) or (isinstance(tag, ast.Constant) and isinstance(tag.value, str))
             place = ("os.path.join(", folder, ", ", tag, ")") if is_text else ("os.path.join(", folder, ", str(", tag, "))")
-        reason = "a checkpoint is saved as a whole, with loaders and random states, and verified when it is loaded"
+        reason = "checkpoints have all state, and are verified"
         self.rewriter.replace(call, self.placement.need(call), f".{method}(", *place, ")", reason=reason)
 
     def _boundary(self, node: ast.Attribute, call: ast.Call) -> None:

@@ -227,7 +227,7 @@ class _Deletions:
         rest = text[end:line_end].strip()
         if text[line_start:start].strip() or (rest and not rest.startswith("#")):
             return Edit(start, end, ("pass",), reason)
-        blank_before = self._blank_lines(line_start, -1)
+        blank_before = self._blank_lines(line_start, -1) if line_start else len(text)  # nothing stays blank at the top
         for _ in range(min(blank_before, self._blank_lines(line_end, 1))):
             line_end = self.script.line_end(line_end)
         return Edit(line_start, line_end, (), reason)

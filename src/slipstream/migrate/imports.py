@@ -11,8 +11,8 @@ from slipstream.migrate.source import Script
 
 __all__ = ["add_imports", "drop_unused_imports"]
 
-_ADDED: Final = "names that the changes use"
-_DROPPED: Final = "nothing uses it any more"
+_ADDED: Final = "new imports"
+_DROPPED: Final = "unused imports"
 
 
 def add_imports(rewriter: Rewriter, names: Iterable[tuple[str, str]]) -> None:

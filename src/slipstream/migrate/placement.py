@@ -18,8 +18,8 @@ from slipstream.migrate.source import Function, Script, Unit, key_of
 
 __all__ = ["AcceleratorPlacement"]
 
-_MAKE: Final = "Slipstream finds the processes, the device and the communication by itself"
-_PASS: Final = "the Accelerator is made once and passed on"
+_MAKE: Final = "one Accelerator instead of a process group"
+_PASS: Final = "who needs the Accelerator gets it"
 _SAFE_DECORATORS: Final = ("no_grad", "inference_mode", "record", "enable_grad")
 
 

@@ -37,10 +37,10 @@ _RENDEZVOUS: Final = ("MASTER_ADDR", "MASTER_PORT", *_VARIABLES)
 _RANK_NAME: Final = re.compile(r"(^|\.|_)(local_?rank|gpu(_?id)?|rank|device_?id)$")
 _OPERATIONS: Final = MappingProxyType({"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"})
 
-_RANKS: Final = "Slipstream knows the rank and the number of processes, under any launcher and without one"
+_RANKS: Final = "ranks are known under any launcher, and without one"
 _DEVICE: Final = "the device of this process"
-_START: Final = "slipstream launch starts the processes; each one calls the function itself"
-_COLLECTIVE: Final = "collectives are checked on all processes, and work on one process, too"
+_START: Final = "slipstream launch starts the processes"
+_COLLECTIVE: Final = "collectives are checked, and work on one process"
 
 
 class ProcessRules:
@@ -151,7 +151,7 @@ class ProcessRules:
     def _assignment(self, node: ast.Assign) -> None:
         target = node.targets[0]
         if isinstance(target, ast.Subscript) and self._is_environ(target.value) and _text_of(target.slice) in _RENDEZVOUS:
-            self.rewriter.delete(node, "the launcher chooses the address and sets the variables of the processes")
+            self.rewriter.delete(node, "the launcher chooses the address")
 
     # the option --local_rank
 
@@ -163,7 +163,7 @@ class ProcessRules:
         for call in self._local_rank_options():
             statement = self.script.statement(call)
             if isinstance(statement, ast.Expr):
-                reason = "slipstream launch gives no --local_rank to scripts; the rank is a property of the Accelerator"
+                reason = "slipstream launch gives no --local_rank"
                 self.rewriter.delete(statement, reason)
             else:
                 self.rewriter.note(call, "remove the option --local_rank by hand: slipstream launch does not give it.")
@@ -179,7 +179,7 @@ class ProcessRules:
         statement = self.script.statement(node)
         if isinstance(node.ctx, ast.Store):
             if isinstance(statement, ast.Assign) and statement.targets == [node]:
-                self.rewriter.delete(statement, "the local rank is a property of the Accelerator")
+                self.rewriter.delete(statement, "slipstream launch gives no --local_rank")
             else:
                 self.rewriter.note(node, f"{key_of(node)} is set here; nothing reads it any more.")
         else:
@@ -202,7 +202,7 @@ class ProcessRules:
         elif name == "os.environ.setdefault" and _text_of(node.args[0]) in _RENDEZVOUS and self._is_statement(node):
             self.rewriter.delete(self.script.statement(node), "the launcher chooses the address")
         elif name in ("torch.cuda.set_device", "torch.cuda.device.set") and self._is_statement(node):
-            self.rewriter.delete(self.script.statement(node), "the Accelerator sets the device of its process")
+            self.rewriter.delete(self.script.statement(node), "the Accelerator sets the device")
         elif name == "torch.device":
             self._device(node)
         elif isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "to") and not name.startswith("torch."):
@@ -222,7 +222,7 @@ class ProcessRules:
                 self.rewriter.replace(node, *self.ask(node, questions[function]), reason=_RANKS)
         elif function == "is_initialized":
             text = "num_processes > 1"
-            self.rewriter.replace(node, "(", *self.ask(node, text), ")", reason="there is a process group if there are several processes")
+            self.rewriter.replace(node, "(", *self.ask(node, text), ")", reason="a group exists if there are several processes")
         elif function in ("is_available", "is_nccl_available", "is_gloo_available"):
             return
         elif not self._is_statement(node):
@@ -230,7 +230,7 @@ class ProcessRules:
         elif function in ("init_process_group", "init_distributed"):
             self._init(node)
         elif function == "barrier" or function == "monitored_barrier":
-            self.rewriter.replace(node, *self.ask(node, "wait_for_everyone()"), reason="a wait that names who does not come")
+            self.rewriter.replace(node, *self.ask(node, "wait_for_everyone()"), reason="waits, and names who does not come")
         elif function == "destroy_process_group":
             self._destroy(node)
         else:
@@ -276,7 +276,7 @@ class ProcessRules:
             found = base()
             return f"{found}.destroy_process_group()" if found == "PartialState()" else f"{found}.end_training()"
 
-        self.rewriter.replace(node, text, reason="ends trackers and the process group")
+        self.rewriter.replace(node, text, reason="closes trackers and the group")
 
     def _collective(self, node: ast.Call, function: str) -> None:
         given = {keyword.arg: keyword.value for keyword in node.keywords}

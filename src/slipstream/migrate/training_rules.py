@@ -32,12 +32,12 @@ _DISTRIBUTED: Final = re.compile(r"ddp|distribut|world_size|rank|is_initialized|
 _MODEL_NAME: Final = re.compile(r"(model|net|network|module|ddp|engine|encoder|decoder)$", re.IGNORECASE)
 _METHODS_OF_BOTH: Final = ("state_dict", "load_state_dict", "parameters", "named_parameters", "train", "eval")
 
-_PREPARE_MODEL: Final = "prepare makes replicas on the device of each process; on one process it leaves the model as it is"
-_PREPARE_LOADER: Final = "a prepared loader gives each process its samples: no DistributedSampler, and no sample twice"
-_PREPARE_OPTIMIZER: Final = "a prepared optimizer knows of accumulation and of the loss scale"
-_BACKWARD: Final = "backward scales the loss and weights it by samples"
+_PREPARE_MODEL: Final = "prepare makes the replicas"
+_PREPARE_LOADER: Final = "a prepared loader shares out the samples"
+_PREPARE_OPTIMIZER: Final = "optimizers are prepared, too"
+_BACKWARD: Final = "backward scales and weights the loss"
 _AMP: Final = "the Accelerator holds the precision and the loss scale"
-_UNWRAP: Final = "prepared models have no .module; their state has no prefix"
+_UNWRAP: Final = "prepared models need no .module"
 
 
 class _Sampler(NamedTuple):
@@ -229,13 +229,13 @@ class TrainingRules:
             if isinstance(owner, ast.Attribute) and owner.attr in ("sampler", "batch_sampler") and key.count(".") > key.startswith("self."):
                 self.rewriter.replace(owner, owner.value, reason=_PREPARE_LOADER)
             elif key in self.loaders and self._shares_unit(key, call):
-                self.rewriter.replace(owner, self.loaders[key], reason="the epoch decides the order of a prepared loader")
+                self.rewriter.replace(owner, self.loaders[key], reason="the loader has the epoch")
                 condition = self.script.parents[self.script.statement(call)]
                 if isinstance(condition, ast.If) and self._asks_for(condition, key):
-                    self.rewriter.unwrap_block(condition, "the epoch decides the order of a prepared loader")
+                    self.rewriter.unwrap_block(condition, "the loader has the epoch")
                     self.settled.add(condition)
             elif key in self.samplers or "sampler" in last:
-                self.rewriter.delete(self.script.statement(call), "every pass over a prepared loader is the next epoch")
+                self.rewriter.delete(self.script.statement(call), "every pass is the next epoch")
 
     def _asks_for(self, condition: ast.If, sampler: Key) -> bool:
         """Whether a condition only asks if there is a sampler."""
@@ -379,10 +379,10 @@ class TrainingRules:
     def _precision(self) -> None:
         for call in self.script.calls("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"):
             name = (self.script.qualified(call.func) or "").rpartition(".")[2]
-            self.rewriter.replace(call.func, self.accelerator(call), f".{name}", reason="clips the gradients of all processes, unscaled")
+            self.rewriter.replace(call.func, self.accelerator(call), f".{name}", reason="clips unscaled gradients")
             for keyword in call.keywords:
                 if keyword.arg in ("error_if_nonfinite", "foreach"):
-                    self.rewriter.remove_argument(call, keyword, "clips the gradients of all processes, unscaled")
+                    self.rewriter.remove_argument(call, keyword, "clips unscaled gradients")
                     told = "was dropped: Accelerator(on_nan=...) says what happens to updates that are not finite"
                     self.rewriter.note(call, f"{keyword.arg}= {told}.")
         if not self.converts_precision:
