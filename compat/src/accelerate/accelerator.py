@@ -297,6 +297,8 @@ def _choose_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int 
         if not told.strip().isdigit():
             raise ConfigError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={told}: write a whole number of batches, from 1")
         steps = int(told)
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"Accelerator(gradient_accumulation_steps={steps!r}): write a whole number of batches, from 1")
     return None if steps == 1 else steps
 
 
