@@ -29,8 +29,19 @@ _STARTS = {
 
 
 @functools.cache
-def run_program(program: str, processes: int, started_by: str = "torchrun", *cases: str, real: bool = False, folder: str = "") -> Reports:
-    """Return the report of each case that the program ran. An error of a case is in its report; the program itself has to end well."""
+def run_program(
+    program: str,
+    processes: int,
+    started_by: str = "torchrun",
+    *cases: str,
+    options: tuple[str, ...] = (),
+    real: bool = False,
+    folder: str = "",
+) -> Reports:
+    """Return the report of each case that the program ran. An error of a case is in its report; the program itself has to end well.
+
+    `options` are those of the launcher.
+    """
     with tempfile.TemporaryDirectory() as own:
         variables = {
             "CASE_FOLDER": folder or own, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error",
@@ -39,7 +50,7 @@ def run_program(program: str, processes: int, started_by: str = "torchrun", *cas
         if real:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [REAL, os.environ.get("PYTHONPATH")]))
         start = _STARTS["python" if processes == 1 and started_by == "torchrun" else started_by](processes)
-        words = [sys.executable, *start, str(PROGRAMS / program), *cases]
+        words = [sys.executable, *start, *options, str(PROGRAMS / program), *cases]
         ended = subprocess.run(
             words, env={**os.environ, **variables}, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=400, cwd=own
         )

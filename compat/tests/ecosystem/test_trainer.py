@@ -190,12 +190,32 @@ def test_shards_through_training_arguments(two):
     assert [entry["eval_loss"] for entry in found["evaluations"]] == approx([entry["eval_loss"] for entry in expected["evaluations"]])
 
 
-def test_saves_and_resumes_sharded(two):
-    """A full state dict is saved, resumed from exactly, and read by from_pretrained."""
-    report = find_report(two, "sharded_saved")
-    assert report["from 3"]["losses"] == report["losses"]
-    assert report["from 3"]["weights"] == report["weights"]
-    assert report["loaded"] == approx(report["weights"])
+@pytest.mark.parametrize(
+    "option", ["offloaded", "recomputed", "kept", "by size", "accumulated", "half", "version 1", "version 1, gradients"]
+)
+def test_options_of_sharding(two, option):
+    """Options change memory and speed, not the losses; those of version 1 are translated."""
+    expected = find_report(two, "whole")["losses"]
+    assert find_report(two, "sharded_options")[option] == approx(expected, rel=5e-3 if option == "half" else 2e-6)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_saves_and_resumes_sharded(two, kind):
+    """A sharded run goes on from its checkpoint exactly; a full state dict is read by from_pretrained."""
+    report = find_report(two, "sharded_saved")[kind]
+    for name in ("losses", "norms", "weights"):
+        assert report["from 3"][name] == report[name], name
+    assert report.get("loaded", report["weights"]) == approx(report["weights"])
+
+
+def test_shards_by_the_launcher(two):
+    """`accelerate launch --use_fsdp` shards without a word in TrainingArguments."""
+    flags = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    layers = ("--fsdp_transformer_layer_cls_to_wrap", "GPT2Block")
+    found = find_report(run_program(PROGRAM, 2, "accelerate", "whole", options=(*flags, *layers)), "whole")
+    assert found["enabled"]
+    assert found["kind"] == "DTensor"
+    assert found["losses"] == approx(find_report(two, "whole")["losses"])
 
 
 def test_sharding_needs_processes(one):
@@ -205,7 +225,7 @@ def test_sharding_needs_processes(one):
 
 # -- side by side ---------------------------------------------------------------------------------------------------------
 
-NOT_COMPARED = {"sharded", "sharded_saved"}
+NOT_COMPARED = {"sharded", "sharded_options", "sharded_saved"}
 """Accelerate does not shard on CPU."""
 
 

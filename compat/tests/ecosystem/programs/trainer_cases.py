@@ -13,6 +13,7 @@ import torch
 from models import BATCH, WORLD, Classes, Stream, Tokens, arguments, bert, gpt2, pad, run_cases, summarize, t5, weigh
 from transformers import (
     EarlyStoppingCallback,
+    GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -433,37 +434,56 @@ def undisturbed(folder: str) -> dict[str, Any]:
 # -- sharded ----------------------------------------------------------------------------------------------------------
 
 
-def _train_sharded(folder: str, **config: Any) -> Trainer:
-    options = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], **config}
-    return train(folder, fsdp="full_shard auto_wrap", fsdp_config=options, eval_strategy="steps", eval_steps=3)
+WRAPPED = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+
+
+def _summarize_kind(trainer: Trainer) -> dict[str, Any]:
+    return summarize(trainer, kind=type(next(iter(trainer.model.parameters()))).__name__, enabled=trainer.is_fsdp_enabled)
 
 
 def sharded(folder: str) -> dict[str, Any]:
     """FSDP through TrainingArguments."""
-    trainer = _train_sharded(folder)
-    parameter = next(iter(trainer.model.parameters()))
-    return summarize(trainer, kind=type(parameter).__name__, enabled=trainer.is_fsdp_enabled)
+    return _summarize_kind(train(folder, fsdp=True, fsdp_config=WRAPPED, eval_strategy="steps", eval_steps=3))
 
 
 def whole(folder: str) -> dict[str, Any]:
-    """The same without FSDP."""
-    return summarize(train(folder, eval_strategy="steps", eval_steps=3))
+    """The same without FSDP in TrainingArguments; the flags of the launcher may ask for it."""
+    return _summarize_kind(train(folder, eval_strategy="steps", eval_steps=3))
+
+
+def sharded_options(folder: str) -> dict[str, Any]:
+    """FSDP with further options: losses of each."""
+    by_size = {"version": 2, "min_num_params": 100}
+    halves = {"per_device_train_batch_size": BATCH // WORLD // 2, "gradient_accumulation_steps": 2}
+    report = {}
+    for name, fsdp, config, options in (
+        ("offloaded", True, {**WRAPPED, "cpu_offload": True}, {}),
+        ("recomputed", True, {**WRAPPED, "activation_checkpointing": True}, {}),
+        ("kept", True, {**WRAPPED, "reshard_after_forward": False}, {}),
+        ("by size", True, by_size, {}),
+        ("accumulated", True, WRAPPED, halves),
+        ("half", True, WRAPPED, {"bf16": True}),
+        ("version 1", "full_shard auto_wrap", {**WRAPPED, "version": 1}, {}),
+        ("version 1, gradients", "shard_grad_op auto_wrap", {**WRAPPED, "version": 1}, {}),
+    ):
+        report[name] = summarize(train(f"{folder}/{name}", fsdp=fsdp, fsdp_config=config, **options))["losses"]
+    return report
 
 
 def sharded_saved(folder: str) -> dict[str, Any]:
-    """FSDP, saved with a full state dict and resumed."""
-    config = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": "FULL_STATE_DICT"}
-    options: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": config, "save_strategy": "steps", "save_steps": 3}
-    trainer = train(folder, **options)
-    report = summarize(trainer)
-    again = Trainer(model=gpt2(), args=arguments(folder, **options), train_dataset=Tokens(40))
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
-    report["from 3"] = summarize(again)
-    again.save_model(folder + "/final")
-    again.accelerator.wait_for_everyone()
-    from transformers import GPT2LMHeadModel
-
-    report["loaded"] = weigh(GPT2LMHeadModel.from_pretrained(folder + "/final"))
+    """FSDP, saved with full and with sharded state dicts, and resumed."""
+    report: dict[str, Any] = {}
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        place = f"{folder}/{kind}"
+        options: dict[str, Any] = {"fsdp": True, "fsdp_config": {**WRAPPED, "state_dict_type": kind}, "save_strategy": "steps"}
+        report[kind] = summarize(train(place, save_steps=3, **options))
+        again = Trainer(model=gpt2(), args=arguments(place, save_steps=3, **options), train_dataset=Tokens(40))
+        again.train(resume_from_checkpoint=f"{place}/checkpoint-3")
+        report[kind]["from 3"] = summarize(again)
+        if kind == "FULL_STATE_DICT":
+            again.save_model(place + "/final")
+            again.accelerator.wait_for_everyone()
+            report[kind]["loaded"] = weigh(GPT2LMHeadModel.from_pretrained(place + "/final"))
     return report
 
 
@@ -473,7 +493,7 @@ CASES = {
         plain, ordered, accumulated, shuffled, ragged, tokens_per_device, last_window, grouped, rebalanced, smoothed, half, compiled,
         checkpointed, streamed, streamed_apart, dispatched, split, seeded_sampler, uneven, workers, dropped, filled, schedules, counted,
         own_loss, own_optimizer, classify, predict, several_sets, objects, generate, find_batch_size, resume, resume_accumulated,
-        resume_stream, undisturbed, stopped, continued, sharded, whole, sharded_saved,
+        resume_stream, undisturbed, stopped, continued, sharded, sharded_options, whole, sharded_saved,
     )
 }  # fmt: skip
 
