@@ -94,9 +94,13 @@ def test_device_placement_decides_who_moves() -> None:
     moves, stays = make(), make(device_placement=False)
     moves.state.device = torch.device("meta")  # the state of both
     assert moves.prepare(linear()).weight.device.type == "meta"
-    assert stays.prepare(linear()).weight.device.type == "cpu"
-    assert moves.prepare_model(linear(), device_placement=False).weight.device.type == "cpu"
-    assert moves.prepare(linear(), linear(), device_placement=[False, True])[0].weight.device.type == "cpu"
+    for prepare in (
+        lambda: stays.prepare(linear()),
+        lambda: moves.prepare_model(linear(), device_placement=False),
+        lambda: moves.prepare(linear(), linear(), device_placement=[True, False]),
+    ):
+        with pytest.raises(ConfigError, match="is on cpu, but this process computes on meta"):
+            prepare()
 
 
 @pytest.mark.parametrize("name", ["deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin"])
@@ -244,7 +248,8 @@ FUNCTIONS: dict[str, tuple[Callable[[], object], object]] = {
     "recursively_apply(args)": (lambda: utils.recursively_apply(torch.mul, [T], 0)[0].sum().item(), 0.0),
     "reduce(scale)": (lambda: utils.reduce(torch.ones(1), scale=3.0).item(), 3.0),
     "extract_model_from_parallel(keep_torch_compile)": (
-        lambda: type(utils.extract_model_from_parallel(torch.compile(linear(), backend="eager"), keep_torch_compile=False)).__name__, "Linear",
+        lambda: type(utils.extract_model_from_parallel(torch.compile(linear(), backend="eager"), keep_torch_compile=False)).__name__,
+        "Linear",
     ),
     "extract_model_from_parallel(recursive)": (
         lambda: type(utils.extract_model_from_parallel(torch.nn.Sequential(torch.nn.DataParallel(linear())), recursive=True)[0]).__name__,
