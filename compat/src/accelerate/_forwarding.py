@@ -27,7 +27,7 @@ def forward_names(
 
     >>> exported, find, _ = forward_names("accelerate._forwarding", {"slipstream.utils": "set_seed"})
     >>> exported, find("set_seed").__module__
-    (['set_seed'], 'slipstream.devices.rng')
+    (['set_seed'], 'slipstream.distributed.functional')
     """
     home_of = {name: home for home, listed in homes.items() for name in listed.split()}
     exported = sorted(home_of)

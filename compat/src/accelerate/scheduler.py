@@ -19,6 +19,7 @@ __all__ = ["AcceleratedScheduler", *_forwarded]
 class AcceleratedScheduler(_AcceleratedScheduler):
     """A scheduler as `prepare` returns it, or around one that a script wraps itself.
 
+    >>> import torch
     >>> from accelerate import Accelerator
     >>> accelerator = Accelerator(cpu=True)
     >>> inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)

@@ -42,7 +42,8 @@ __all__, __getattr__, __dir__ = forward_names(
         "accelerate.utils.imports": """is_bf16_available is_deepspeed_available is_hpu_available is_mlu_available is_musa_available
             is_neuron_available is_npu_available is_rich_available is_sagemaker_available
             is_sdaa_available is_torch_xla_available is_xpu_available""",
-        "accelerate.utils.launch": """PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env
+        "accelerate.utils.constants": "DEEPSPEED_MULTINODE_LAUNCHERS TORCH_DYNAMO_MODES",
+        "accelerate.utils.launch": """PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env
             prepare_sagemager_args_inputs prepare_tpu""",
     },
 )

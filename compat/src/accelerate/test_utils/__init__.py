@@ -22,6 +22,7 @@ _exported, _find_forwarded, __dir__ = forward_names(
             require_xpu run_first skip slow torch_device""",
         "accelerate.test_utils.training": "RegressionDataset RegressionModel",
     },
+    submodules="examples scripts testing training",
 )
 __all__ = sorted([*_exported, *_SCRIPTS])
 

@@ -1,5 +1,7 @@
 """Names of `accelerate.utils.imports`."""
 
+from __future__ import annotations
+
 from accelerate._forwarding import forward_names
 
 __all__, __getattr__, __dir__ = forward_names(
@@ -27,3 +29,18 @@ __all__, __getattr__, __dir__ = forward_names(
             torchao_required""",
     },
 )
+
+
+def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
+    """Return whether a package can be imported and is installed as a distribution, so that a folder of that name does not count.
+
+    Private in Accelerate, and used by programs that test for packages of their own.
+
+    >>> _is_package_available("torch"), _is_package_available("no_such_package")
+    (True, False)
+    """
+    import importlib.util
+
+    from slipstream.devices.packages import version_of
+
+    return importlib.util.find_spec(pkg_name) is not None and version_of(metadata_name or pkg_name) is not None
