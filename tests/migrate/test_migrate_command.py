@@ -71,7 +71,7 @@ def test_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     path = tmp_path / "plain.py"
     path.write_text("import torch\n\nloss = torch.ones(1, requires_grad=True)\nloss.backward()\n")
     assert main(["migrate", str(path)]) == 0
-    assert "no use of Accelerate, DDP or DeepSpeed" in capsys.readouterr().err
+    assert "nothing to change; it has no use of Accelerate, DDP or DeepSpeed" in capsys.readouterr().err
 
 
 def test_origin(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

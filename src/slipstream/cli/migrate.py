@@ -104,8 +104,8 @@ def _print_notes(migration: Migration, *, alone: bool) -> None:
     for note in migration.notes:
         _tell(f"{migration.name}:{note.line}: {note.text}")
     if alone and not migration.is_changed:
-        found = f"what it uses of {' and '.join(migration.origins)}" if migration.origins else "no use of Accelerate, DDP or DeepSpeed"
-        _tell(f"{migration.name}: nothing to change; the script has {found}.")
+        why = "see the notes above" if migration.notes else "it has no use of Accelerate, DDP or DeepSpeed that is to be changed"
+        _tell(f"{migration.name}: nothing to change; {why}.")
 
 
 def _summarize(count: int, changed: list[tuple[ScriptFile, Migration]], write: bool) -> None:

@@ -52,13 +52,14 @@ def rewrite_accelerate(rewriter: Rewriter) -> None:
     """Add the changes that move a script from Accelerate to Slipstream."""
     script = rewriter.script
     needed: set[str] = set()
+    accelerators = _accelerators(script)
     for node in script.nodes:
         if isinstance(node, ast.Import):
             _rewrite_import(rewriter, node)
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == _OTHER:
             _rewrite_import_from(rewriter, node)
         elif isinstance(node, ast.Attribute):
-            _rewrite_attribute(rewriter, node)
+            _rewrite_attribute(rewriter, node, accelerators)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             _rewrite_variable(rewriter, node)
     for call in script.calls(f"{_OTHER}.Accelerator", f"{_OTHER}.accelerator.Accelerator"):
@@ -120,12 +121,12 @@ def _home(module: str, name: str) -> str | None:
     return next((f"{_OURS}.{path}" for path, names in MODULES.items() if name in names.split()), home)
 
 
-def _rewrite_attribute(rewriter: Rewriter, node: ast.Attribute) -> None:
+def _rewrite_attribute(rewriter: Rewriter, node: ast.Attribute, accelerators: set[str]) -> None:
     """Change `accelerate.utils.set_seed`, and tell of attributes of an Accelerator that are not here."""
     script = rewriter.script
     parent = script.parents[node]
     key = key_of(node) or ""
-    if isinstance(node.value, ast.Name) and node.value.id in _accelerators(script) and node.attr in ABSENT_ATTRIBUTES:
+    if isinstance(node.value, ast.Name) and node.value.id in accelerators and node.attr in ABSENT_ATTRIBUTES:
         rewriter.note(node, f"{key} is not in slipstream: {ABSENT_ATTRIBUTES[node.attr]}.")
     if isinstance(parent, ast.Attribute):  # only the whole chain
         return
@@ -217,7 +218,10 @@ def _keep_schedule(rewriter: Rewriter, call: ast.Call, by_name: Mapping[str, ast
     script = rewriter.script
     if by_name.keys() & {"scheduler_steps_per_process", "step_scheduler_with_optimizer", "split_batches"}:
         return
-    if any(keyword.arg is None for keyword in call.keywords) or not _prepares_scheduler(script):
+    if not _prepares_scheduler(script):
+        return
+    if any(keyword.arg is None for keyword in call.keywords):
+        rewriter.note(call, f"add scheduler_steps_per_process=True to these arguments: {_SCHEDULE}.")
         return
     end = script.span(call)[1] - 1
     arguments = sorted((*call.args, *call.keywords), key=lambda found: script.span(found)[0])
@@ -256,6 +260,8 @@ def _differences(script: Script) -> Iterator[tuple[int, str]]:
             "a short last batch is shared out as it is, and no sample is repeated. "
             "Accelerate completes it with repeated samples; DataLoaderConfiguration(even_batches=True) does so, too.",
         )
+    if prepared is not None and _prepares_scheduler(script) and not any(True for _ in script.calls(f"{_OTHER}.Accelerator")):
+        yield prepared.lineno, f"add scheduler_steps_per_process=True where the Accelerator is made: {_SCHEDULE}."
     launcher = next(script.calls(f"{_OTHER}.notebook_launcher", f"{_OTHER}.launchers.notebook_launcher"), None)
     if launcher is not None and len(launcher.args) < 3 and all(keyword.arg != "num_processes" for keyword in launcher.keywords):
         yield launcher.lineno, "notebook_launcher needs num_processes here: write how many."

@@ -8,8 +8,9 @@ gets a `pass`, or goes with its `if`. Every change carries its reason, and what 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, NamedTuple, TypeAlias
 
 from slipstream.migrate.source import Script
@@ -48,9 +49,17 @@ class Rewriter:
     edits: list[Edit] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     _deleted: dict[ast.stmt, str] = field(default_factory=dict)
+    _removed: dict[tuple[ast.AST, ...], dict[ast.AST, str]] = field(default_factory=dict)
 
     def replace(self, node: ast.AST, *parts: Part, reason: str) -> None:
         """Replace a node by text and other nodes."""
+        quote = self.script.quote_around(node)
+        if quote is not None:
+            if not self.script.is_located(node):
+                self.note(node, f"change `{ast.unparse(node)}` in this text by hand: {reason}.")
+                return
+            other = "'" if quote == '"' else '"'
+            parts = tuple(part.replace(quote, other) if isinstance(part, str) else part for part in parts)
         self.edits.append(Edit(*self.script.span(node), parts, reason))
 
     def replace_span(self, start: int, end: int, *parts: Part, reason: str) -> None:
@@ -105,13 +114,23 @@ class Rewriter:
 
     def remove_from(self, items: Sequence[ast.AST], item: ast.AST, reason: str) -> None:
         """Remove an item of a list with commas."""
-        place = items.index(item)
-        start, end = self.script.span(item)
-        if place + 1 < len(items):
-            end = self.script.span(items[place + 1])[0]
-        elif place:
-            start = self.script.span(items[place - 1])[1]
-        self.edits.append(Edit(start, end, (), reason))
+        self._removed.setdefault(tuple(items), {})[item] = reason
+
+    def _removals(self) -> Iterator[Edit]:
+        """Return the edits that remove items of lists: neighbours go together, so that one comma stays between the others."""
+        for items, removed in self._removed.items():
+            spans = [self.script.span(item) for item in items]
+            flags = [(item in removed, number) for number, item in enumerate(items)]
+            for gone, run in groupby(flags, lambda flag: flag[0]):
+                if not gone:
+                    continue
+                numbers = [number for _, number in run]
+                first, last = numbers[0], numbers[-1]
+                reason = removed[items[first]]
+                if last + 1 < len(items):
+                    yield Edit(spans[first][0], spans[last + 1][0], (), reason)
+                else:
+                    yield Edit(spans[first - 1][1] if first else spans[first][0], spans[last][1], (), reason)
 
     def unwrap_block(self, statement: ast.If | ast.With, reason: str) -> None:
         """Remove the first line of an `if` or `with` and bring its block out by one level."""
@@ -147,10 +166,13 @@ class Rewriter:
 
     def result(self) -> tuple[str, list[Edit]]:
         """Return the changed text, and the changes that were applied, in the order of the text."""
-        edits = [*self.edits, *_Deletions(self.script, self._deleted).edits()]
+        edits = [*self.edits, *self._removals(), *_Deletions(self.script, self._deleted).edits()]
         edits = sorted(edits, key=lambda edit: (edit.start, edit.end != edit.start, -edit.end))
         applied: list[Edit] = []
         text = self._render(0, len(self.script.text), edits, applied)
+        for edit in edits:
+            covered = edit in applied or any(other.start <= edit.start and edit.end <= other.end for other in applied)
+            assert covered, f"two changes overlap in line {self.script.text.count(chr(10), 0, edit.start) + 1}: {edit.reason}"
         return text, applied
 
     def _render(self, start: int, end: int, edits: Sequence[Edit], applied: list[Edit]) -> str:

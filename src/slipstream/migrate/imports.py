@@ -58,7 +58,7 @@ def drop_unused_imports(rewriter: Rewriter) -> None:
             rewriter.delete(node, _DROPPED)
         else:
             for alias in dropped:
-                _remove_alias(rewriter, node, alias)
+                rewriter.remove_from(node.names, alias, _DROPPED)
 
 
 def _used(tree: ast.AST) -> set[str]:
@@ -73,14 +73,3 @@ def _is_idle(script: Script, rewriter: Rewriter, module: str) -> bool:
         return False
     new = rewriter.result()[0]
     return f"{module}." in script.text and f"{module}." not in new.replace(f"import {module}", "")
-
-
-def _remove_alias(rewriter: Rewriter, node: ast.Import | ast.ImportFrom, alias: ast.alias) -> None:
-    script = rewriter.script
-    place = node.names.index(alias)
-    start, end = script.span(alias)
-    if place + 1 < len(node.names):
-        end = script.span(node.names[place + 1])[0]
-    else:
-        start = script.span(node.names[place - 1])[1]
-    rewriter.replace_span(start, end, reason=_DROPPED)

@@ -37,6 +37,15 @@ _RENDEZVOUS: Final = ("MASTER_ADDR", "MASTER_PORT", *_VARIABLES)
 _RANK_NAME: Final = re.compile(r"(^|\.|_)(local_?rank|gpu(_?id)?|rank|device_?id)$")
 _OPERATIONS: Final = MappingProxyType({"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"})
 
+_ENGINES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        ".fsdp": "stays as it is: prepare the model itself, and shard it by FullyShardedDataParallelPlugin (docs/sharded.md)",
+        ".optim": "stays as it is, and works on several processes only: use one of torch.optim, with FSDP to shard its state",
+        ".checkpoint": "stays as it is: accelerator.save_state and load_state save and load everything",
+        "apex.": "stays as it is: accelerator.prepare and Accelerator(mixed_precision=...) do the same",
+    }
+)
+
 _RANKS: Final = "ranks are known under any launcher, and without one"
 _DEVICE: Final = "the device of this process"
 _START: Final = "slipstream launch starts the processes"
@@ -207,8 +216,18 @@ class ProcessRules:
             self._device(node)
         elif isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "to") and not name.startswith("torch."):
             self._move(node, node.func)
+        elif module.startswith("torch.distributed.") or name.startswith("apex."):
+            self._note_engine(node, name)
         if not self.rewriter.is_replaced(node):
             self._device_arguments(node)
+
+    def _note_engine(self, node: ast.Call, name: str) -> None:
+        """Tell of other parts of torch.distributed, and of apex, that a prepared model replaces."""
+        told = "stays as it is; Slipstream does not know of it"
+        for part, instead in _ENGINES.items():
+            if part in name:
+                told = instead
+        self.rewriter.note(node, f"{name.rpartition('.')[2]} {told}.")
 
     def _is_statement(self, node: ast.AST) -> bool:
         return isinstance(self.script.parents[node], ast.Expr)

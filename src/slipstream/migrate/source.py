@@ -87,6 +87,21 @@ class Script:
         start, end = self.span(node)
         return self.text[start:end]
 
+    def quote_around(self, node: ast.AST) -> str | None:
+        """Return the quotation mark of the f-string that a node is in; None if it is in none."""
+        found = next((parent for parent in self.ancestors(node) if isinstance(parent, ast.JoinedStr)), None)
+        if found is None:
+            return None
+        text = self.segment(found).lstrip("fFrRbBuU")
+        return text[:1]
+
+    def is_located(self, node: ast.AST) -> bool:
+        """Return whether the text at a node's position is the node: before Python 3.12 positions in f-strings can be wrong."""
+        try:
+            return ast.dump(ast.parse(f"({self.segment(node)})", mode="eval").body) == ast.dump(node)
+        except (SyntaxError, IndexError):
+            return False
+
     def line_of(self, node: ast.AST) -> int:
         """Return the line on which a node begins."""
         return getattr(node, "lineno", 1)

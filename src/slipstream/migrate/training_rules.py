@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from slipstream.migrate.edits import Part, Rewriter
@@ -23,6 +23,7 @@ WRAPPERS: Final = (
     "torch.nn.parallel.DDP",
 )
 _SAMPLERS: Final = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
+_BATCH_SAMPLERS: Final = ("torch.utils.data.BatchSampler", "torch.utils.data.sampler.BatchSampler")
 _LOADERS: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _AUTOCASTS: Final = ("torch.cuda.amp.autocast", "torch.amp.autocast", "torch.autocast", "torch.cpu.amp.autocast")
 _SCALERS: Final = ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler")
@@ -57,6 +58,8 @@ class TrainingRules:
         self.wrapped: Final = {key for key, value, _ in self.script.assignments() if self.script.is_call(value, *WRAPPERS)}
         self.scalers: Final = {key for key, value, _ in self.script.assignments() if self.script.is_call(value, *_SCALERS)}
         self.samplers: Final = self._find_samplers()
+        self.converted: Final[set[Key]] = set()
+        """Samplers whose loaders are prepared."""
         self.loaders: Final[dict[Key, Key]] = {}
         """The loader of each sampler, by their variables."""
         self.settled: Final[set[ast.If]] = set()
@@ -66,15 +69,24 @@ class TrainingRules:
     def apply(self) -> None:
         """Add the changes."""
         self._models()
-        self._loaders()
-        self._epochs()
-        self._remove_samplers()
+        self.apply_data()
+        if not any(True for _ in self.script.calls(*WRAPPERS)):
+            self._note_steps()
+            return
         self._optimizers()
         self._precision()
         self._backward()
         self._accumulation()
         self._unwrap()
         self._bring_out_of_conditions()
+
+    def _note_steps(self) -> None:
+        """The model is wrapped in another file: its loop gets the Accelerator by hand."""
+        for call in self.script.calls(".backward"):
+            assert isinstance(call.func, ast.Attribute)
+            if not call.args and self.script.qualified(call.func) is None and not (key_of(call.func.value) or "").endswith("accelerator"):
+                told = "if the model is prepared in another file, give this function the Accelerator and write accelerator.backward(loss)"
+                self.rewriter.note(call, f"{told}, and accelerator.clip_grad_norm_ if it clips.")
 
     def apply_data(self) -> None:
         """Add the changes of samplers and loaders alone."""
@@ -188,7 +200,7 @@ class TrainingRules:
             given = {keyword.arg: keyword for keyword in call.keywords}
             keyword = given.get("sampler")
             if keyword is None:
-                self._note_batch_sampler(call, given.get("batch_sampler"))
+                self._batch_sampler(call, given.get("batch_sampler"), targets.get(call))
                 continue
             key = key_of(keyword.value)
             sampler = self.samplers.get(key) if key is not None else self._sampler_of(keyword.value)
@@ -197,24 +209,47 @@ class TrainingRules:
                     told = f"if {key} is a DistributedSampler, leave it out and prepare the loader: accelerator.prepare(DataLoader(...))."
                     self.rewriter.note(call, told)
                 continue
-            self._prepare_loader(call, keyword, given.get("shuffle"), sampler)
+            self._prepare_loader(call, keyword, ("shuffle=", sampler.shuffle), sampler)
+            if "shuffle" in given:
+                self.rewriter.remove_argument(call, given["shuffle"], _PREPARE_LOADER)
+            if key is not None:
+                self.converted.add(key)
             if call in targets and key is not None:
                 self.loaders[key] = targets[call]
 
-    def _note_batch_sampler(self, call: ast.Call, keyword: ast.keyword | None) -> None:
-        if keyword is not None and any(name in ast.unparse(keyword.value) for name in (*self.samplers, "DistributedSampler")):
-            told = "write batch_size=, shuffle= and drop_last= instead of batch_sampler=, and accelerator.prepare(...) around this loader."
-            self.rewriter.note(call, told)
+    def _batch_sampler(self, call: ast.Call, keyword: ast.keyword | None, loader: Key | None) -> None:
+        """`batch_sampler=BatchSampler(sampler, size, drop_last)` around a DistributedSampler becomes options of the loader."""
+        if keyword is None:
+            return
+        made, statement = self._value_of(keyword.value)
+        if not self.script.is_call(made, *_BATCH_SAMPLERS) or not isinstance(made, ast.Call):
+            return
+        given = {argument.arg: argument.value for argument in made.keywords}
+        values = [*made.args, *(given[name] for name in ("sampler", "batch_size", "drop_last")[len(made.args) :] if name in given)]
+        key = key_of(values[0]) if values else None
+        if len(values) != 3 or key is None or key not in self.samplers:
+            return
+        sampler = self.samplers[key]
+        options = ("batch_size=", values[1], ", shuffle=", sampler.shuffle, ", drop_last=", values[2])
+        self._prepare_loader(call, keyword, options, sampler)
+        if statement is not None:
+            self.rewriter.delete(statement, _PREPARE_LOADER)
+        self.converted.add(key)
+        if loader is not None:
+            self.loaders[key] = loader
 
-    def _prepare_loader(self, call: ast.Call, keyword: ast.keyword, shuffle: ast.keyword | None, sampler: _Sampler) -> None:
+    def _value_of(self, node: ast.expr) -> tuple[ast.expr, ast.stmt | None]:
+        """Return an expression, or what the only assignment of a variable gives it, with that statement."""
+        found = [(value, statement) for key, value, statement in self.script.assignments() if key == key_of(node)]
+        return found[0] if len(found) == 1 else (node, None)
+
+    def _prepare_loader(self, call: ast.Call, keyword: ast.keyword, options: Sequence[Part], sampler: _Sampler) -> None:
         given = {argument.arg: argument.value for argument in sampler.call.keywords}
         seed = given.get("seed")
         if seed is not None and ast.unparse(seed) != "0":
             told = f"the order of samples had the seed {ast.unparse(seed)}: give it as DataLoaderConfiguration(data_seed=...)."
             self.rewriter.note(seed, told)
-        self.rewriter.replace(keyword, "shuffle=", sampler.shuffle, reason=_PREPARE_LOADER)
-        if shuffle is not None:
-            self.rewriter.remove_argument(call, shuffle, _PREPARE_LOADER)
+        self.rewriter.replace(keyword, *options, reason=_PREPARE_LOADER)
         self.rewriter.wrap(call, (self.accelerator(call), ".prepare("), ")", _PREPARE_LOADER)
 
     def _epochs(self) -> None:
@@ -247,10 +282,15 @@ class TrainingRules:
 
     def _remove_samplers(self) -> None:
         """Delete variables of samplers that nothing reads any more; the others become None."""
-        for key in self.samplers:
+        for key, sampler in self.samplers.items():
+            if key not in self.converted:
+                told = "this DistributedSampler stays: it is not known which loader it is for. A loader that is prepared must not have one."
+                self.rewriter.note(sampler.call, told)
+                continue
             assigned = [(value, statement) for found, value, statement in self.script.assignments() if found == key]
             unit = self.script.unit(self.samplers[key].call)
             left = [node for node in self._reads(key) if self.script.unit(node) is unit or "." in key]
+            left = [node for node in left if not self._replace_length(key, node)]
             for value, statement in assigned:
                 if not left and self._is_sampler_value(value):
                     self.rewriter.delete(statement, _PREPARE_LOADER)
@@ -260,6 +300,15 @@ class TrainingRules:
                 parent = self.script.parents[node]
                 if not isinstance(parent, (ast.Return, ast.Tuple, ast.Compare)):
                     self.rewriter.note(node, f"{key} is None now: the prepared loader has no sampler. Use the loader instead.")
+
+    def _replace_length(self, key: Key, node: ast.AST) -> bool:
+        """Replace `len(sampler)`, the number of samples of one process; return whether that was possible."""
+        parent = self.script.parents[node]
+        if key not in self.loaders or not isinstance(parent, ast.Call) or key_of(parent.func) != "len":
+            return False
+        count = self.placement.need(parent, state=True)
+        self.rewriter.replace(parent, f"-(-len({self.loaders[key]}.dataset) // ", count, ".num_processes)", reason=_PREPARE_LOADER)
+        return True
 
     def _is_sampler_value(self, value: ast.expr) -> bool:
         name = (self.script.qualified(value.func) or "") if isinstance(value, ast.Call) else ""
@@ -271,12 +320,13 @@ class TrainingRules:
         for node in self.script.nodes:
             if key_of(node) != key or not isinstance(getattr(node, "ctx", None), ast.Load) or self.rewriter.is_deleted(node):
                 continue
-            parents = list(self.script.ancestors(node))[:4]
+            parents = list(self.script.ancestors(node))[:5]
             if any(isinstance(parent, ast.If) and parent in self.settled for parent in parents):
                 continue
             option = next((parent for parent in parents if isinstance(parent, ast.keyword)), None)
             call = self.script.parents[option] if option is not None else None
-            if option is not None and option.arg in ("sampler", "shuffle") and call is not None and self.script.is_call(call, *_LOADERS):
+            names = ("sampler", "shuffle", "batch_sampler")
+            if option is not None and option.arg in names and call is not None and self.script.is_call(call, *_LOADERS):
                 continue
             if isinstance(parents[0], ast.Attribute) and parents[0].attr == "set_epoch" and self.rewriter.is_replaced(node):
                 continue
@@ -346,18 +396,26 @@ class TrainingRules:
     def _plan_precision(self) -> bool:
         """Decide whether autocast and the loss scale can be the Accelerator's, and note its precision."""
         autocasts = list(self.script.calls(*_AUTOCASTS))
-        if not autocasts:
+        if not autocasts or not any(True for _ in self.script.calls(*WRAPPERS)):
             return False
         found = {self._precision_of(call) for call in autocasts}
-        used_as_context = all(isinstance(self.script.parents[call], ast.withitem) for call in autocasts)
-        if not used_as_context or len(found) != 1 or None in found:
-            if self.scalers:
+        is_plain = all(isinstance(self.script.parents[call], ast.withitem) for call in autocasts)
+        is_plain = is_plain and all(isinstance(self.script.parents[call], ast.Assign) for call in self.script.calls(*_SCALERS))
+        is_plain = is_plain and all(value is not None and self._is_setting(value[1]) for value in found)
+        if not is_plain or len(found) != 1:
+            if any(True for _ in self.script.calls(*_SCALERS)):
                 told = "autocast and GradScaler stay: their precision is computed. Accelerator(mixed_precision=...) can replace both."
                 self.rewriter.note(autocasts[0], told)
             return False
         ((precision, enabled),) = (value for value in found if value is not None)
         self.placement.options["mixed_precision"] = f'"{precision}"' if enabled is None else f'"{precision}" if {enabled} else "no"'
         return True
+
+    def _is_setting(self, enabled: str | None) -> bool:
+        """Whether the switch of autocast is a setting of the run: an option, or a constant of the module."""
+        names = {node.id for node in ast.walk(ast.parse(enabled or "True", mode="eval")) if isinstance(node, ast.Name)}
+        constants = {key for key, _, statement in self.script.assignments() if statement in self.script.tree.body}
+        return names <= constants | {"args", "cfg", "config", "opt", "opts"}
 
     def _precision_of(self, call: ast.Call) -> tuple[str, str | None] | None:
         """Return the precision of an autocast, and the expression that turns it on; None if it is computed."""
@@ -445,10 +503,9 @@ class TrainingRules:
 
     def _backward(self) -> None:
         for call in self.script.calls(".backward"):
-            if not isinstance(self.script.parents[call], ast.Expr) or not isinstance(call.func, ast.Attribute):
-                continue
+            assert isinstance(call.func, ast.Attribute)
             loss = call.func.value
-            if self.script.qualified(loss) is not None or key_of(loss) in (None, "self") and not isinstance(loss, (ast.Call, ast.BinOp)):
+            if self.script.qualified(loss) is not None or key_of(loss) == "self":
                 if self.script.qualified(call.func) == "torch.autograd.backward":
                     self.rewriter.note(call, "write accelerator.backward(loss) instead of torch.autograd.backward.")
                 continue
