@@ -54,13 +54,19 @@ class LoopMixin:
             self._window = 0
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss; `weight=` (of Slipstream) says that it is a sum over that many samples or tokens."""
+        """Compute the gradients of a loss; `weight=` (of Slipstream) says that it is a sum over that many samples or tokens.
+
+        Outside of `accumulate` the loss is divided by `gradient_accumulation_steps`, for scripts that step after so many batches.
+        """
         stepper = self._components.stepper
         if not stepper.models:
             stepper._losses_to_check = 0  # a model that the script wrapped itself, as the Trainer allows
         if self._window > 1:
             (loss / self._window).backward(**kwargs)
             return
+        if stepper.block is None and kwargs.get("weight") is None and self.gradient_accumulation_steps > 1:
+            stepper.warned.add("outside")  # Slipstream would not divide, and say so
+            loss = loss / self.gradient_accumulation_steps
         super().backward(loss, **kwargs)
 
     # -- collectives --------------------------------------------------------------------------------------------------
