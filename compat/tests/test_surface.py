@@ -7,6 +7,7 @@ import ast
 import importlib
 import inspect
 import json
+import runpy
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -236,6 +237,12 @@ def test_every_parameter_is_read() -> None:
                 if ignored:
                     found.add(f"{where}{suffix}({', '.join(ignored)})")
     assert found == set(NO_EFFECT)
+
+
+def test_the_page_of_the_names_is_current() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = runpy.run_path(str(docs / "drop_in_names_page.py"))["names_page"]()
+    assert (docs / "drop-in-names.md").read_text(encoding="utf-8") == page, "run: python docs/drop_in_names_page.py > docs/drop-in-names.md"
 
 
 def test_the_table_is_of_this_release() -> None:
