@@ -10,6 +10,7 @@ DIFFERENT = {
     "effective_batch": "batches are shared out by Accelerate's rule, which repeats samples to fill the last one",
     "larger_than_memory": "a device map is a plain dictionary, as in Accelerate, and has no table",
     "resume": "as in Accelerate, a script that resumes within an epoch skips the batches itself (skip_first_batches)",
+    "uneven_data": "with even_batches=False processes get different numbers of batches, as in Accelerate",
 }
 """Examples of what Slipstream does and Accelerate does otherwise: there the drop-in keeps Accelerate's way."""
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in DIFFERENT)

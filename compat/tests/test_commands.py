@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -194,6 +195,17 @@ def test_variables_that_scripts_read(script, tmp_path):
         "OMP_NUM_THREADS": "2",
     }
     assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_of_one_process(script, sharded):
+    """One process has ranks in its environment only if an engine for several was chosen; those of a job around it are gone."""
+    options = ["--use_fsdp", "--num_processes", "1"] if sharded else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *options, script]
+    environ = {**os.environ, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout.splitlines()[-1])
+    assert [found.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == (["0", "1", "0"] if sharded else [None] * 3)
+    assert found.get("MASTER_ADDR") == ("127.0.0.1" if sharded else None)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

@@ -280,22 +280,38 @@ def _launch_in_place(args: argparse.Namespace) -> None:
     """Run the script as the console command does: one process takes the place of this one, and a failure is the exit code."""
     from slipstream.launch.agent import launch
     from slipstream.launch.worker_main import end_interpreter
+    from slipstream.launch.worker_processes import flush_streams
 
     args, plan = _prepare(args)
     if plan is None:
         command, environ = prepare_simple_launcher_cmd_env(args)
-        os.execvpe(command[0], command, environ)
-    end_interpreter(launch(plan))
+    elif plan.single:
+        command, environ = list(plan.command), _environ_of_one(args, plan)
+    else:
+        end_interpreter(launch(plan))
+    flush_streams()
+    os.execvpe(command[0], command, environ)
+
+
+def _environ_of_one(args: argparse.Namespace, plan: LaunchPlan) -> dict[str, str]:
+    """Return the environment of a job of one process.
+
+    As in Accelerate, it has ranks and a meeting point only where an engine for several processes was chosen: scripts and transformers ask
+    for WORLD_SIZE to find out whether a launcher for several processes started them. Those of a job around this one are left out.
+    """
+    from slipstream.launch.agent import _single_process_environ
+
+    ranks = _single_process_environ()
+    kept = {name: value for name, value in os.environ.items() if name not in ranks}
+    distributed = args.use_fsdp or args.use_megatron_lm or (args.multi_gpu and not args.use_cpu)
+    return {**kept, **(ranks if distributed else {}), **plan.environment}
 
 
 def simple_launcher(args: argparse.Namespace, plan: LaunchPlan | None = None) -> None:
     """Run one process, or mpirun, and wait for it."""
     command, environ = prepare_simple_launcher_cmd_env(args)
     if plan is not None:
-        from slipstream.launch.agent import _single_process_environ
-
-        environ |= {**_single_process_environ(), **plan.environment}
-        command = list(plan.command)
+        command, environ = list(plan.command), _environ_of_one(args, plan)
     with subprocess.Popen(command, env=environ) as process:
         code = process.wait()
     if code and args.quiet:
