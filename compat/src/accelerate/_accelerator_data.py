@@ -112,12 +112,13 @@ class DataMixin:
 
     @contextmanager
     def _even_batches_as(self, even_batches: bool | None) -> Iterator[None]:
+        from accelerate._batch_sharding import find_batch_sampler
         from accelerate._loader_base import find_shard
 
         before = []
         if even_batches is not None and self._components.data_rank.world_size > 1:
             for loader in self._dataloaders:
-                shard = find_shard(loader.batch_sampler)
+                shard = find_shard(find_batch_sampler(loader))
                 if shard is None:
                     warnings.warn(
                         "join_uneven_inputs(even_batches=...) is only supported for map-style datasets: the loader of a "

@@ -16,7 +16,10 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from slipstream.errors import ConfigError
 
-__all__ = ["BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler", "find_sampler_holder", "get_sampler"]
+__all__ = [
+    "BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler", "find_batch_sampler", "find_sampler_holder",
+    "get_sampler",
+]  # fmt: skip
 
 
 def _check_split(batch_size: int | None, num_processes: int, what: str) -> None:
@@ -262,14 +265,17 @@ class SkipBatchSampler(BatchSampler):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
-def find_sampler_holder(dataloader: Any) -> Any:
-    """Return the innermost batch sampler of a loader, whose `sampler` says the order; the loader itself without batch sampler.
+def find_batch_sampler(dataloader: Any) -> Any:
+    """Return what gives the batches of a loader: its batch sampler, or one that it has as its sampler (`batch_size=None`); or None."""
+    if dataloader.batch_sampler is None and isinstance(dataloader.sampler, BatchSampler):
+        return dataloader.sampler
+    return dataloader.batch_sampler
 
-    A loader with `batch_size=None` can have a batch sampler as its `sampler`.
-    """
-    holder = dataloader if dataloader.batch_sampler is None else dataloader.batch_sampler
-    if holder is dataloader and isinstance(dataloader.sampler, BatchSampler):
-        holder = dataloader.sampler
+
+def find_sampler_holder(dataloader: Any) -> Any:
+    """Return the innermost batch sampler of a loader, whose `sampler` says the order; the loader itself without batch sampler."""
+    outer = find_batch_sampler(dataloader)
+    holder = dataloader if outer is None else outer
     while hasattr(holder, "batch_sampler") and holder is not dataloader:
         holder = holder.batch_sampler
     return holder

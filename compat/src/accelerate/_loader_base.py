@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate._batch_sharding import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler, find_sampler_holder, get_sampler
+from accelerate._batch_sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+    find_batch_sampler,
+    find_sampler_holder,
+    get_sampler,
+)
 from accelerate._gradient_state import GradientState
 from accelerate._random_snapshot import (
     Snapshot,
@@ -129,7 +136,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
     def _adapt(self, base: Any, stateful: bool, data_rank: DataRank | None, device: Any, non_blocking: bool) -> None:
         from accelerate.utils.dataclasses import DataLoaderConfiguration
 
-        shard = find_shard(base.batch_sampler)
+        shard = find_shard(find_batch_sampler(base))
         if data_rank is None and (shard or isinstance(base.dataset, IterableDatasetShard)):
             of = shard or base.dataset
             data_rank = make_data_rank(of.num_processes, of.process_index)
@@ -195,15 +202,20 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         self._announce_epoch(epoch)
 
     def _announce_epoch(self, epoch: int) -> None:
-        holder: Any = self.base_dataloader.batch_sampler
+        holder: Any = self._batching
+        told = [self.base_dataloader.dataset, self.base_dataloader.sampler if holder is None else None]
         while holder is not None:
-            if hasattr(holder, "set_epoch"):
-                holder.set_epoch(epoch)
-            holder = getattr(holder, "batch_sampler", None) or getattr(holder, "sampler", None)
-        sampler = self.base_dataloader.sampler if self.base_dataloader.batch_sampler is None else None
-        for target in (sampler, self.base_dataloader.dataset):
+            told.append(holder)
+            inner = getattr(holder, "batch_sampler", None)
+            holder = getattr(holder, "sampler", None) if inner is None else inner
+        for target in told:
             if hasattr(target, "set_epoch"):
                 target.set_epoch(epoch)
+
+    @property
+    def _batching(self) -> Any:
+        """What gives the batches of the base loader; None if there is no batch sampler."""
+        return find_batch_sampler(self.base_dataloader)
 
     @property
     def total_batch_size(self) -> int:
@@ -233,11 +245,11 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
     @property
     def _each(self) -> int:
         """Samples of each process in a full batch; 1 if sizes vary."""
-        base: Any = self.base_dataloader
-        shard = find_shard(base.batch_sampler)
+        batching = self._batching
+        shard = find_shard(batching)
         if shard is not None and shard.split_batches:
             return int(shard.batch_size) // shard.num_processes
-        size = getattr(base.batch_sampler, "batch_size", None) if base.batch_sampler is not None else base.batch_size
+        size = getattr(batching, "batch_size", None) if batching is not None else self.base_dataloader.batch_size
         return size if isinstance(size, int) and size > 0 else 1
 
     @property
@@ -253,15 +265,15 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         base = self.base_dataloader
         if self._is_stream:
             return "ready" if base.batch_size is None else "stream"
-        if base.batch_sampler is None:
+        if self._batching is None:
             return "positions"
-        return "samples" if isinstance(getattr(base.batch_sampler, "batch_size", None), int) else "batches"
+        return "samples" if isinstance(getattr(self._batching, "batch_size", None), int) else "batches"
 
     @property
     def _stride(self) -> int:
         if self._kind in ("samples", "stream"):
             return self.total_batch_size
-        return 1 if getattr(find_shard(self.base_dataloader.batch_sampler), "split_batches", False) else self.data_rank.world_size
+        return 1 if getattr(find_shard(self._batching), "split_batches", False) else self.data_rank.world_size
 
     def _length(self) -> int | None:
         try:
@@ -284,7 +296,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
 
     @property
     def _is_dropped(self) -> bool:
-        return bool(self._drop_last or getattr(self.base_dataloader.batch_sampler, "drop_last", self.base_dataloader.drop_last))
+        return bool(self._drop_last or getattr(self._batching, "drop_last", self.base_dataloader.drop_last))
 
     # -- a pass ---------------------------------------------------------------------------------------------------
 
@@ -370,7 +382,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
     def _last_shares(self) -> BatchShares | None:
         """Return how the last batch was shared; None if it is full, or if that is not known."""
         full, ranks = self.total_batch_size, self.data_rank.world_size
-        shard = find_shard(self.base_dataloader.batch_sampler)
+        shard = find_shard(self._batching)
         of: Any = shard if shard is not None else self.base_dataloader.dataset
         if isinstance(of, BatchSamplerShard | IterableDatasetShard):
             given, real = of.last_round

@@ -20,6 +20,7 @@ from accelerate._batch_sharding import (
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    find_batch_sampler,
     find_sampler_holder,
     get_sampler,
 )
@@ -141,8 +142,8 @@ class DataLoaderDispatcher(DataLoaderAdapter):
 
     @property
     def _each(self) -> int:
-        base: Any = self.base_dataloader
-        size = getattr(base.batch_sampler, "batch_size", None) if base.batch_sampler is not None else base.batch_size
+        batching = self._batching
+        size = getattr(batching, "batch_size", None) if batching is not None else self.base_dataloader.batch_size
         if not isinstance(size, int) or size < 1:
             return 1
         return max(1, size // self.data_rank.world_size) if self.split_batches else size
@@ -360,7 +361,7 @@ def _choose_data_rank(num_processes: int | None, process_index: int | None, mesh
 def _check_split_batches(dataloader: DataLoader[Any], split_batches: bool, dispatch: bool, processes: int) -> None:
     if not split_batches:
         return
-    size = dataloader.batch_size if dataloader.batch_size is not None else getattr(dataloader.batch_sampler, "batch_size", None)
+    size = dataloader.batch_size if dataloader.batch_size is not None else getattr(find_batch_sampler(dataloader), "batch_size", None)
     if size is not None and size > 1 and size % processes:
         raise ConfigError(
             f"split_batches=True, and the batch size {size} is not a round multiple of the {processes} processes: write "
@@ -419,9 +420,13 @@ def _share_out(dataloader: Any, data_rank: DataRank, split: bool, even: bool) ->
     if ranks == 1:
         return dataset, batching
     if not isinstance(dataset, IterableDataset):
-        if dataloader.batch_sampler is None:
+        batches = find_batch_sampler(dataloader)
+        if batches is None:
             return dataset, {"batch_size": None, "sampler": _ItemShard(dataloader.sampler, ranks, rank, even)}
-        return dataset, {"batch_sampler": BatchSamplerShard(dataloader.batch_sampler, ranks, rank, split, even)}
+        shard = BatchSamplerShard(batches, ranks, rank, split, even)
+        if dataloader.batch_sampler is None:  # the dataset is asked for whole batches
+            return dataset, {"batch_size": None, "sampler": shard}
+        return dataset, {"batch_sampler": shard}
     if split and dataloader.batch_size is not None:
         batching["batch_size"] = max(1, dataloader.batch_size // ranks)
     if getattr(dataset, "n_shards", 0) >= ranks and hasattr(dataset, "shard"):  # streams of the package datasets share out their files
@@ -469,10 +474,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     base: Any = dataloader.base_dataloader if isinstance(dataloader, DataLoaderAdapter) else dataloader
     stateful = bool(getattr(dataloader, "use_stateful_dataloader", False))
     arguments = _copied_arguments(base, stateful)
-    by_sampler = not isinstance(base.dataset, IterableDataset) and base.batch_sampler is not None
+    batches = find_batch_sampler(base)
+    by_sampler = not isinstance(base.dataset, IterableDataset) and batches is not None
     if by_sampler:
         per_batch = dataloader._reads if isinstance(dataloader, DataLoaderDispatcher) else 1
-        arguments["batch_sampler"] = SkipBatchSampler(base.batch_sampler, num_batches * per_batch)
+        skipping = SkipBatchSampler(batches, num_batches * per_batch)
+        arguments |= {"batch_sampler": skipping} if base.batch_sampler is not None else {"batch_size": None, "sampler": skipping}
     else:
         arguments |= _same_batching(base)
     if not isinstance(dataloader, DataLoaderAdapter):
