@@ -43,7 +43,7 @@ def provide_accelerate(folder: Path) -> None:
 
 
 def run(who: str, processes: int, steps: int, folder: Path) -> Result:
-    """Run one job and return the seconds to the first step, per step, and the loss."""
+    """Run one job and return the seconds to the first step, per step (wall and CPU), and the loss."""
     environment = quiet_environment(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", PYTHONWARNINGS="ignore")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if who == THEIRS:
@@ -67,9 +67,10 @@ def measure(processes: int, rounds: int, steps: int, folder: Path) -> list[Figur
             results[who].append(run(who, processes, steps, folder))
     found = []
     title = "one process" if processes == 1 else f"{processes} processes"
+    cpu = f"; CPU time {min(found['cpu'] for found in results[OURS]) / min(found['cpu'] for found in results[THEIRS]):.2f}"
     for name, what, unit, scale, goal in (("step", "a step", "ms", 1e3, 1.0), ("first", "command to first step", "s", 1.0, 0.8)):
         ours, theirs = ([result[name] * scale for result in results[who]] for who in (OURS, THEIRS))
-        spread = f"(medians {statistics.median(ours) / statistics.median(theirs):.2f})"
+        spread = f"(medians {statistics.median(ours) / statistics.median(theirs):.2f}{cpu if name == 'step' else ''})"
         found.append(Figure(f"{title}: {what}", min(ours), unit, min(theirs), THEIRS, goal=goal, spread=spread))
     losses = [result["loss"] for who in (OURS, THEIRS) for result in results[who]]
     found.append(Figure(f"{title}: difference of the losses", max(losses) - min(losses), "", goal=0.0, spread=f"(loss {losses[0]})"))
