@@ -38,10 +38,17 @@ class TrackersMixin:
         started = self._recorder.trackers.started or self._ended_trackers
         return [tracker for tracker in started if tracker.name in self._recorder.log_with]
 
-    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None) -> None:
-        """Start the trackers of `log_with` on the main process. `init_kwargs` has keywords for each by its name."""
+    def init_trackers(
+        self, project_name: str | None, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Start the trackers of `log_with` on the main process. `init_kwargs` has keywords for each by its name.
+
+        The name may be None where all trackers are the user's instances, which have theirs.
+        """
         if self.is_main_process:
             self._ended_trackers = ()
+            if project_name is None and not any(isinstance(tracker, type) for tracker in self._recorder.trackers._chosen):
+                project_name = ""
             super().init_trackers(project_name, config, self._known_only("init_kwargs", init_kwargs))
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:

@@ -256,6 +256,7 @@ class AcceleratorState(_SharedView, _AcceleratorState):
         if self.initialized:
             self._check_initialized(mixed_precision, cpu)
             self._take_limits(kwargs.get("timeout"))
+            PartialState(self._shared_state["_cpu"])  # one that was reset meanwhile is there again, as an Accelerator leaves it
             return
         if not _from_accelerator:
             raise ConfigError(
