@@ -10,7 +10,8 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch.distributed  # noqa: F401  before the processes are forked
+import torch._dynamo  # noqa: F401  before the processes are forked: optimizers import it
+import torch.distributed  # noqa: F401
 
 fork = "--fork" in sys.argv
 folder, *scripts = [argument for argument in sys.argv[1:] if argument != "--fork"]

@@ -90,6 +90,14 @@ def test_helpers_of_other_files() -> None:
     assert [(note.line, "give this function the Accelerator" in note.text) for note in migration.notes] == [(7, True)]
 
 
+def test_dotted_import() -> None:
+    """`import torch.distributed` alone also stands for `import torch`, if that is used."""
+    text = "import torch.distributed\n\ntorch.distributed.barrier()\nx = torch.ones(1)\n"
+    assert migrate_text(text).new == "import torch\nfrom slipstream import PartialState\n\nPartialState().wait_for_everyone()\nx = torch.ones(1)\n"
+    text = text.replace("x = torch.ones(1)\n", "")
+    assert migrate_text(text).new == "from slipstream import PartialState\n\nPartialState().wait_for_everyone()\n"
+
+
 def test_batch_sampler() -> None:
     """A batch sampler around a DistributedSampler becomes options of the loader; its length is that of one process."""
     text = "from torch.utils.data import BatchSampler, DataLoader, DistributedSampler\nsampler = DistributedSampler(data, shuffle=False)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Final
 
 from slipstream.migrate.edits import Rewriter
@@ -24,7 +25,10 @@ _SIGNS: Final = (
 
 def uses_ddp(script: Script) -> bool:
     """Return whether a script starts or uses a process group by hand."""
-    return any(True for _ in script.calls(*_SIGNS)) or any(name in GROUP_MODULES for name in script.imported.values())
+    if any(True for _ in script.calls(*_SIGNS)) or any(name in GROUP_MODULES for name in script.imported.values()):
+        return True
+    called = (script.qualified(node.func) or "" for node in script.nodes if isinstance(node, ast.Call))
+    return any(name.rpartition(".")[0] in GROUP_MODULES for name in called)
 
 
 def rewrite_ddp(rewriter: Rewriter) -> None:

@@ -39,6 +39,8 @@ class Edit:
     reason: str
     owner: tuple[int, int] | None = None
     """Where the node stands that this text is put around; None if it is not put around one."""
+    stays: bool = False
+    """The text is inserted even where everything around it is deleted."""
 
 
 @dataclass
@@ -65,6 +67,10 @@ class Rewriter:
     def replace_span(self, start: int, end: int, *parts: Part, reason: str) -> None:
         """Replace what is between two offsets."""
         self.edits.append(Edit(start, end, parts, reason))
+
+    def insert_always(self, place: int, text: str, reason: str) -> None:
+        """Insert text at an offset, also if what stands around it is deleted."""
+        self.edits.append(Edit(place, place, (text,), reason, stays=True))
 
     def wrap(self, node: ast.AST, before: Sequence[Part], after: str, reason: str) -> None:
         """Put text around a node."""
@@ -185,6 +191,10 @@ class Rewriter:
             applied.append(edit)
             others = [other for other in edits if other is not edit]
             pieces += [self._render_part(part, others, applied) for part in edit.parts]
+            for other in others:
+                if other.stays and edit.start < other.start < edit.end:
+                    applied.append(other)
+                    pieces += [self._render_part(part, [], applied) for part in other.parts]
             position = edit.end
         return "".join((*pieces, self.script.text[position:end]))
 
@@ -249,7 +259,9 @@ class _Deletions:
         rest = text[end:line_end].strip()
         if text[line_start:start].strip() or (rest and not rest.startswith("#")):
             return Edit(start, end, ("pass",), reason)
-        blank_before = self._blank_lines(line_start, -1) if line_start else len(text)  # nothing stays blank at the top
+        blank_before = self._blank_lines(line_start, -1)
+        if not line_start and text[line_end:].lstrip().startswith(("import ", "from ")):
+            blank_before = len(text)  # nothing stays blank at the top
         for _ in range(min(blank_before, self._blank_lines(line_end, 1))):
             line_end = self.script.line_end(line_end)
         return Edit(line_start, line_end, (), reason)

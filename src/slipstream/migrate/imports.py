@@ -26,7 +26,7 @@ def add_imports(rewriter: Rewriter, names: Iterable[tuple[str, str]]) -> None:
     if lines:
         place, after = _place(script)
         text = "".join(f"{line}{script.newline}" for line in lines)
-        rewriter.replace_span(place, place, text if after else f"{text}{script.newline}{script.newline}", reason=_ADDED)
+        rewriter.insert_always(place, text if after else f"{text}{script.newline}{script.newline}", _ADDED)
 
 
 def _place(script: Script) -> tuple[int, bool]:
@@ -52,13 +52,25 @@ def drop_unused_imports(rewriter: Rewriter) -> None:
         if not isinstance(node, (ast.Import, ast.ImportFrom)) or rewriter.is_replaced(node):
             continue
         dropped = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) in gone]
-        if isinstance(node, ast.Import):  # `import torch.distributed` binds torch; what it is for may be gone nevertheless
-            dropped += [alias for alias in node.names if not alias.asname and _is_idle(script, rewriter, alias.name)]
+        idle = [alias for alias in node.names if isinstance(node, ast.Import) and not alias.asname and alias not in dropped]
+        for alias in idle:  # `import torch.distributed` binds torch; what it is for may be gone nevertheless
+            if _is_idle(script, rewriter, alias.name):
+                if _is_bound_elsewhere(script, node, alias):
+                    dropped.append(alias)
+                else:
+                    rewriter.replace(alias, alias.name.split(".")[0], reason=_DROPPED)
         if len(dropped) == len(node.names):
             rewriter.delete(node, _DROPPED)
         else:
             for alias in dropped:
                 rewriter.remove_from(node.names, alias, _DROPPED)
+
+
+def _is_bound_elsewhere(script: Script, node: ast.stmt, alias: ast.alias) -> bool:
+    """Whether another import of the module binds the first name of a dotted import, too."""
+    first = alias.name.split(".")[0]
+    others = [other for other in script.tree.body if isinstance(other, ast.Import) and other is not node]
+    return any(name.name == first and not name.asname for other in others for name in other.names)
 
 
 def _used(tree: ast.AST) -> set[str]:
