@@ -292,7 +292,11 @@ def kinds(folder: str) -> Any:
     model, run = Net(), trainer(SlipstreamStrategy(shard_data=False), folder, max_epochs=1)
     run.fit(model, data(19))
     assert [len(batch) for batch in model.seen] == [4, 4, 2]  # Lightning repeats a sample
-    model, run = Net(), trainer("slipstream", folder, max_epochs=1)
+    model, run = Net(), trainer("slipstream", folder, reload_dataloaders_every_n_epochs=1)
+    model.train_dataloader = lambda: data(17, num_workers=1, persistent_workers=True)
+    run.fit(model)
+    (loader,) = run.strategy._train_loaders
+    assert loader.weight in (0.0, 2.0)  # the last batch has one sample
     return seen
 
 

@@ -93,7 +93,7 @@ def _cloudpickle() -> ModuleType:
 def _test_modules(function: Callable[..., Any]) -> Iterator[ModuleType]:
     """Yield modules whose asserts pytest has rewritten, and the function's own if a fresh interpreter cannot import it."""
     own = getattr(function, "__module__", None)
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # a copy, because threads import
         if name == "__main__" or not isinstance(module, ModuleType):
             continue  # cloudpickle sends __main__ by value anyway
         if "@pytest_ar" in vars(module) or (name == own and not _importable(name)):

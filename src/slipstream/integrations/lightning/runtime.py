@@ -185,13 +185,6 @@ class HostedRuntime:
                 )
                 raise StateError(told) from error
 
-    def forget_pass(self) -> None:
-        """Let the models expect no gradients: the loss of a batch was left out, on every rank."""
-        strategy = self.components.strategy
-        for known in self.components.stepper.models if strategy.averages else ():
-            strategy.set_sync(known.prepared, False)
-            strategy.set_sync(known.prepared, True)
-
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         """A block whose backward passes leave gradients on each rank."""

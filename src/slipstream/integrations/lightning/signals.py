@@ -1,15 +1,18 @@
-"""`SignalAgreement`: all ranks of a fit stop before the same batch when one of them was told to end (SIGTERM).
+"""How a run ends early: all ranks of a fit stop before the same batch when one was told to end (SIGTERM), and none outlives a failure.
 
 Lightning's handler of the signal broadcasts a tensor from within, and its loop broadcasts one before every batch. A rank that was told
 alone would then take the tensors of one collective for those of another. Here the handler only takes a note. Ranks of a data-parallel run
 wait for each other in every backward pass anyway, so they ask each other about once a second, in one guarded call, and agree in it after
-how many batches they ask again.
+how many batches they ask again (`SignalAgreement`). Processes that Lightning started are ended if they are still there some seconds after
+the one that started them has failed (`end_children`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -17,10 +20,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from slipstream.distributed import collectives
 from slipstream.integrations.lightning.runtime import HostedRuntime
 
-__all__ = ["SignalAgreement"]
+__all__ = ["SignalAgreement", "end_children"]
 
 _INTERVAL = 1.0
 _MOST_BATCHES = 256
+_PATIENCE = 5.0
 
 
 class SignalAgreement:
@@ -71,3 +75,22 @@ class SignalAgreement:
             raise SIGTERMException
         self._batches = min(_MOST_BATCHES, max(1, int(_INTERVAL / max(slowest, 1e-6))))
         self._left, self._asked = self._batches - 1, now
+
+
+def end_children(processes: Sequence[subprocess.Popen[bytes]], patience: float = _PATIENCE) -> None:
+    """Wait until processes have ended, and kill those that have not: they hear of a failure only in their next collective.
+
+    >>> import sys
+    >>> child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    >>> end_children([child], patience=0.1)
+    >>> child.returncode
+    -9
+    """
+    deadline = time.monotonic() + patience
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()

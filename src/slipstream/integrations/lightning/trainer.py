@@ -7,6 +7,7 @@ samples, and reads and writes checkpoints of both formats.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from slipstream.errors import DistributedOperationException
 from slipstream.integrations.lightning.checkpoints import (
     FolderContent,
     gather_whole,
@@ -33,7 +35,7 @@ from slipstream.integrations.lightning.checkpoints import (
 from slipstream.integrations.lightning.data import LastBatch, ShardedLoader, find_global_sampler
 from slipstream.integrations.lightning.precision import replace_precision
 from slipstream.integrations.lightning.runtime import ForwardModule
-from slipstream.integrations.lightning.signals import SignalAgreement
+from slipstream.integrations.lightning.signals import SignalAgreement, end_children
 from slipstream.integrations.lightning.strategy_mixin import StrategyMixin
 
 __all__ = ["SlipstreamStrategy"]
@@ -157,10 +159,7 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
 
     def _close_update(self, closure: Callable[[], Any]) -> Any:
         result = closure()
-        if result is None and self.lightning_module.automatic_optimization:
-            self.runtime.forget_pass()  # training_step returned None
-        else:
-            self.runtime.check_reduced()
+        self.runtime.check_reduced()
         return result
 
     @contextmanager
@@ -193,9 +192,9 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
         loader = ShardedLoader(
             dataloader, self.global_rank, self.world_size, self._last_batch_of_training, lambda: bool(progress.is_last_batch)
         )
-        if trainer.fit_loop._combined_loader is not None:  # loaders are made anew (reload_dataloaders_every_n_epochs)
-            self._train_loaders = [known for known in self._train_loaders if known in trainer.fit_loop._combined_loader.flattened]
-        self._train_loaders.append(loader)
+        earlier = [] if trainer.fit_loop._combined_loader is None else trainer.fit_loop._combined_loader.flattened
+        # those of the pass before are made anew (reload_dataloaders_every_n_epochs)
+        self._train_loaders = [*(known for known in self._train_loaders if not any(known is other for other in earlier)), loader]
         return loader
 
     def _last_batch_of_training(self) -> LastBatch:
@@ -246,6 +245,15 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
         super().load_optimizer_state_dict(checkpoint)
 
     # -- the end --------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell ranks that wait for this one that it has failed, and let no process that Lightning started outlive it."""
+        children = getattr(self._launcher, "procs", ())
+        if children:
+            atexit.register(end_children, children)
+        if isinstance(exception, Exception) and not isinstance(exception, DistributedOperationException) and self.runtime.communicates:
+            reason = f"rank {self.global_rank} failed with {type(exception).__name__}: {exception}"
+            self.runtime.components.state.runtime.abandon("trainer", reason)
 
     def teardown(self) -> None:
         """Unwrap the model, and leave the process group open for the next stage."""
