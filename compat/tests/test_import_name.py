@@ -32,3 +32,19 @@ def test_example_on_two_processes(launch, tmp_path, name):
 def test_exceptions_are_examples():
     """The list of examples that are left out names existing ones."""
     assert set(DIFFERENT) <= {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+def test_bar_on_the_main_process_alone(launch):
+    """A shuffled loader inside a bar that only the main process shows: the processes agree on the order all the same."""
+    shown = launch(
+        """
+        import torch, tqdm
+        from accelerate import Accelerator
+        accelerator = Accelerator()
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(16), batch_size=2, shuffle=True))
+        found = [accelerator.gather(batch) for batch in tqdm.tqdm(loader, disable=not accelerator.is_main_process)]
+        accelerator.print("sum", int(torch.cat(found).sum()))
+        """,
+        2,
+    )
+    assert "sum 120" in shown

@@ -115,3 +115,21 @@ def test_runner_frames_left_out(tmp_path: Path) -> None:
     if hasattr(os, "memfd_create"):
         assert signalled.startswith(f'File "{script}", line 12, in <module>\n'), output
         assert "cProfile" not in signalled
+
+
+def reduce_in_a_bar() -> list[int]:
+    """Reduce tensors that a bar asks for, which only rank 0 shows."""
+    import torch
+    import tqdm
+
+    from slipstream import PartialState
+
+    state = PartialState()
+    with open("/dev/null", "w") as nowhere:
+        bar = tqdm.tqdm(map(state.reduce, [torch.tensor(1), torch.tensor(2)]), disable=not state.is_main_process, file=nowhere)
+        return [int(total) for total in bar]
+
+
+def test_bar_on_the_main_process_alone(ranks) -> None:
+    """A bar that is disabled takes its items at another line of its own than one that is shown; that is no mismatch."""
+    assert ranks(2).run(reduce_in_a_bar) == [[2, 4], [2, 4]]

@@ -1,8 +1,8 @@
 """Find the user's file and line that led to a call, for error messages and reports.
 
 The call site is the innermost frame that belongs neither to this package nor to what stands between the user and it (`contextlib`,
-torch's autograd and module calls). It is taken on every collective, so it is one short loop over code objects with a cached look-up.
-`filter_stack` keeps the lines of the user's program and the innermost frames of a whole stack. This module imports no torch.
+torch's autograd and module calls, progress bars). It is taken on every collective, so it is one short loop over code objects with a
+cached look-up. `filter_stack` keeps the lines of the user's program and the innermost frames of a whole stack. It imports no torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,14 @@ def _is_inside(filename: str) -> bool:
 @lru_cache(maxsize=4096)
 def is_package_frame(filename: str) -> bool:
     """Whether a file lies between the user's line and ours: in this package, or in what calls it for the user."""
-    return _is_inside(filename) or filename == contextlib.__file__ or filename.startswith(_autograd())
+    return _is_inside(filename) or filename == contextlib.__file__ or filename.startswith((*_autograd(), *_progress_bars()))
+
+
+def _progress_bars() -> tuple[str, ...]:
+    """Return the folders of progress bars: one that is disabled takes the batches of a loader at another line than one that is shown."""
+    loaded = (sys.modules.get(name) for name in ("tqdm", "rich"))
+    files = (module.__file__ for module in loaded if module is not None)
+    return tuple(os.path.join(os.path.dirname(file), "") for file in files if file is not None)
 
 
 def _autograd() -> tuple[str, ...]:
