@@ -33,7 +33,7 @@ from slipstream.data.options import DataRank
 from slipstream.data.prepare import skip_first_batches as _skip_first_batches
 from slipstream.distributed import collectives
 from slipstream.distributed.gradient_state import LoaderPass
-from slipstream.distributed.scatter import scatter
+from slipstream.distributed.scatter import agree_or_raise, scatter
 from slipstream.errors import ConfigError
 from slipstream.utils import concatenate, find_batch_size, slice_tensors
 
@@ -204,7 +204,10 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         """Draw what torch draws where the first process begins to read, so that random states that are equal stay so."""
         if loader_pass.sampler_start is None:  # else it was drawn before the position was saved
             loader_pass.sampler_start = {"begin": take_snapshot(self._generators)}
-            torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
+            base: Any = self.base_dataloader
+            torch.empty((), dtype=torch.int64).random_(generator=base.generator)
+            if base.num_workers and not self._is_stream:  # workers are told their first samples at once
+                next(iter(base.sampler if base.batch_sampler is None else base.batch_sampler), None)
         return iter(())
 
     def _send(self, parts: Any) -> Any:
@@ -327,8 +330,9 @@ def prepare_data_loader(
     if isinstance(sampler, RandomSampler) and use_seedable_sampler and not seeded:
         sampler = _make_seedable(sampler, data_seed, data_rank)
         _replace_sampler(dataloader, sampler)
-    elif isinstance(sampler, RandomSampler) and data_rank.world_size > 1 and not dispatch_batches:
-        generator = _own_generator(sampler)
+    elif hasattr(sampler, "generator") and data_rank.world_size > 1 and not dispatch_batches:
+        if not use_seedable_sampler or not _has_same_seed(sampler, data_rank):
+            generator = _own_generator(sampler)
     elif sampler is not None:
         generator = getattr(sampler, "generator", None)
     common = _copied_arguments(dataloader, use_stateful_dataloader) | {"_drop_last": dataloader.drop_last, "_non_blocking": non_blocking}
@@ -383,12 +387,21 @@ def _make_seedable(sampler: RandomSampler, data_seed: int | None, data_rank: Dat
     return made
 
 
-def _own_generator(sampler: RandomSampler) -> torch.Generator:
+def _own_generator(sampler: Any) -> torch.Generator:
     """Give a sampler a generator, whose state the first process sends to the others where a pass begins."""
-    if sampler.generator is None:
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return sampler.generator
+    generator: torch.Generator | None = sampler.generator
+    if generator is None:
+        generator = sampler.generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return generator
+
+
+def _has_same_seed(sampler: Any, data_rank: DataRank) -> bool:
+    """Return whether a sampler draws the same on every process: it is seeded by epoch, or all processes have the same seed."""
+    if isinstance(sampler, SeedableRandomSampler) or not data_rank.compares:
+        return True
+    seeds = agree_or_raise(data_rank.channel(), data_rank.limits, torch.initial_seed(), operation="seed of the order of a loader")
+    return len(set(seeds)) == 1
 
 
 def _replace_sampler(dataloader: DataLoader[Any], sampler: Any) -> None:
@@ -429,7 +442,7 @@ def _share_out(dataloader: Any, data_rank: DataRank, split: bool, even: bool) ->
         return dataset, {"batch_sampler": shard}
     if split and dataloader.batch_size is not None:
         batching["batch_size"] = max(1, dataloader.batch_size // ranks)
-    if getattr(dataset, "n_shards", 0) >= ranks and hasattr(dataset, "shard"):  # streams of the package datasets share out their files
+    elif getattr(dataset, "n_shards", 0) >= ranks and hasattr(dataset, "shard"):  # streams of the package datasets share out their files
         return dataset.shard(num_shards=ranks, index=rank), batching
     size = 1 if dataloader.batch_size is None else dataloader.batch_size
     return IterableDatasetShard(dataset, size, dataloader.drop_last, ranks, rank, split), batching
