@@ -98,6 +98,29 @@ def test_dotted_import() -> None:
     assert migrate_text(text).new == "from slipstream import PartialState\n\nPartialState().wait_for_everyone()\n"
 
 
+def test_definition_time() -> None:
+    """Decorators and defaults are evaluated before there is an Accelerator."""
+    text = "@skip(dist.get_world_size() < 2)\ndef main(rank=dist.get_rank()):\n    model = DDP(net)\n    return dist.get_rank()\n"
+    new = migrate_text(HEAD + text).new
+    assert "@skip(PartialState().num_processes < 2)\ndef main(rank=PartialState().process_index):\n" in new
+    assert new.endswith("    accelerator = Accelerator()\n    model = accelerator.prepare(net)\n    return accelerator.process_index\n")
+
+
+def test_options_of_several_models() -> None:
+    """Options of the wrapper are one handler; a second value is noted, and so is one that is not known at the Accelerator."""
+    text = "def main():\n    dist.init_process_group('gloo', timeout=limit)\n    a = DDP(x, bucket_cap_mb=5)\n    b = DDP(y, bucket_cap_mb=9, static_graph=True)\n"
+    migration = migrate_text(HEAD + text)
+    assert "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=5, static_graph=True)])" in migration.new
+    assert ["bucket_cap_mb=9 was not kept" in note.text or "timeout" in note.text for note in migration.notes] == [True, True]
+
+
+def test_both_packages() -> None:
+    """A script of Accelerate that also calls torch.distributed keeps the import that was renamed."""
+    text = "import accelerate\nimport torch.distributed as dist\n\naccelerate.utils.set_seed(0)\ndist.barrier()\n"
+    new = "import slipstream\nfrom slipstream import PartialState\n\nslipstream.utils.set_seed(0)\nPartialState().wait_for_everyone()\n"
+    assert migrate_text(text).new == new
+
+
 def test_batch_sampler() -> None:
     """A batch sampler around a DistributedSampler becomes options of the loader; its length is that of one process."""
     text = "from torch.utils.data import BatchSampler, DataLoader, DistributedSampler\nsampler = DistributedSampler(data, shuffle=False)\n"

@@ -21,6 +21,7 @@ _SIGNS: Final = (
     "torch.utils.data.distributed.DistributedSampler",
     "torch.utils.data.DistributedSampler",
 )
+_RANK_NAMES: Final = ("local_rank", "rank", "world_size", "gpu", "gpu_id", "global_rank", "device_id")
 
 
 def uses_ddp(script: Script) -> bool:
@@ -46,8 +47,28 @@ def rewrite_ddp(rewriter: Rewriter) -> None:
     finish(rewriter, placement)
 
 
+def _drop_unused_ranks(rewriter: Rewriter, new: ast.Module) -> None:
+    """Delete variables of functions that only held a rank for calls that are gone."""
+    script = rewriter.script
+    for key, value, statement in script.assignments():
+        unit = script.unit(statement)
+        if "." in key or unit is None or not rewriter.is_replaced(value) or not any(found == key for found in _RANK_NAMES):
+            continue
+        if any(isinstance(node, (ast.Global, ast.Nonlocal)) for node in ast.walk(unit)):
+            continue
+        after = [node for node in ast.walk(new) if isinstance(node, type(unit)) and node.name == unit.name]
+        reads = [found for node in after for found in ast.walk(node) if isinstance(found, ast.Name) and found.id == key]
+        if after and not any(isinstance(found.ctx, ast.Load) for found in reads) and _is_alone(statement):
+            rewriter.delete(statement, "nothing reads it any more")
+
+
+def _is_alone(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Assign) and len(statement.targets) == 1
+
+
 def finish(rewriter: Rewriter, placement: AcceleratorPlacement) -> None:
     """Settle the imports, after all rules have run."""
-    rewriter.result()  # the texts that it asks for say which names are needed
+    new = rewriter.result()[0]  # the texts that it asks for say which names are needed
+    _drop_unused_ranks(rewriter, ast.parse(new))
     add_imports(rewriter, placement.imports)
     drop_unused_imports(rewriter)

@@ -108,6 +108,11 @@ class Rewriter:
         span = self.script.span(node)
         return any((edit.start, edit.end) == span for edit in self.edits)
 
+    def is_edited(self, node: ast.AST) -> bool:
+        """Return whether a part of this node is replaced."""
+        start, end = self.script.span(node)
+        return any(start <= edit.start < edit.end <= end for edit in self.edits)
+
     def note(self, node: ast.AST | int, text: str) -> None:
         """Say what has to be done by hand."""
         line = node if isinstance(node, int) else self.script.line_of(node)

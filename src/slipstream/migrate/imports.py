@@ -51,8 +51,9 @@ def drop_unused_imports(rewriter: Rewriter) -> None:
     for node in script.nodes:
         if not isinstance(node, (ast.Import, ast.ImportFrom)) or rewriter.is_replaced(node):
             continue
-        dropped = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) in gone]
-        idle = [alias for alias in node.names if isinstance(node, ast.Import) and not alias.asname and alias not in dropped]
+        names = [alias for alias in node.names if not rewriter.is_edited(alias)]
+        dropped = [alias for alias in names if (alias.asname or alias.name.split(".")[0]) in gone]
+        idle = [alias for alias in names if isinstance(node, ast.Import) and not alias.asname and alias not in dropped]
         for alias in idle:  # `import torch.distributed` binds torch; what it is for may be gone nevertheless
             if _is_idle(script, rewriter, alias.name):
                 if _is_bound_elsewhere(script, node, alias):

@@ -30,7 +30,8 @@ class AcceleratorPlacement:
     rewriter: Rewriter
     options: dict[str, str] = field(default_factory=dict)
     """Arguments of the Accelerator: text by name."""
-    handlers: list[str] = field(default_factory=list)
+    handlers: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Options of `kwargs_handlers`: text by class and name."""
     replaced: list[ast.stmt] = field(default_factory=list)
     """Statements whose place the creation can take, such as `init_process_group(...)`."""
     invoked: dict[ast.AST, ast.AST] = field(default_factory=dict)
@@ -38,7 +39,6 @@ class AcceleratorPlacement:
     anchor: ast.AST | None = None
     """The node whose function should make the Accelerator, such as the call of DistributedDataParallel."""
     imports: set[tuple[str, str]] = field(default_factory=set)
-    option_names: set[str] = field(default_factory=set)
     _training: list[ast.AST] = field(default_factory=list)
     _questions: list[ast.AST] = field(default_factory=list)
     _texts: dict[Unit, str] = field(default_factory=dict)
@@ -54,8 +54,18 @@ class AcceleratorPlacement:
         (self._questions if state else self._training).append(node)
         return lambda: self._text(node, state)
 
+    def add_handler_option(self, kind: str, name: str, value: ast.expr) -> None:
+        """Add an option of a handler; of two values the first is kept, and the second noted."""
+        text = self.script.segment(value)
+        kept = self.handlers.setdefault(kind, {}).setdefault(name, text)
+        if kept != text:
+            self.rewriter.note(value, f"{name}={text} was not kept: the Accelerator has one value for all models, {name}={kept}.")
+
     def _text(self, node: ast.AST, state: bool) -> str:
         unit = self.script.unit(node)
+        if state and self.script.runs_at_definition(node):
+            self.imports.add(("slipstream", "PartialState"))
+            return "PartialState()"
         if unit in self._texts:
             return self._texts[unit]
         if self._texts and None in self._texts:
@@ -270,10 +280,16 @@ class AcceleratorPlacement:
             else:
                 value = f"the value of `{text}`"
                 self.rewriter.note(first, f"pass {option}= to Accelerator(...): {value} is not known where the Accelerator is made.")
-        if self.handlers:
-            given["kwargs_handlers"] = f"[{', '.join(self.handlers)}]"
-        for kind in sorted(self.option_names):
-            self.imports.add(("slipstream.utils", kind))
+        handlers = []
+        for kind, options in self.handlers.items():
+            known = {name: text for name, text in options.items() if _is_known(self.script, text, home, first)}
+            for name in options.keys() - known.keys():
+                self.rewriter.note(first, f"pass {kind}({name}=...) to Accelerator(kwargs_handlers=[...]): its value is not known here.")
+            if known:
+                handlers.append(f"{kind}({', '.join(f'{name}={text}' for name, text in known.items())})")
+                self.imports.add(("slipstream.utils", kind))
+        if handlers:
+            given["kwargs_handlers"] = f"[{', '.join(handlers)}]"
         return ", ".join(f"{name}={text}" for name, text in given.items())
 
 

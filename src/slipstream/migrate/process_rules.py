@@ -274,8 +274,7 @@ class ProcessRules:
         if lines:
             self.rewriter.insert_lines(statement, lines, _RANKS)
         if "timeout" in given:
-            self.placement.handlers.append(f"InitProcessGroupKwargs(timeout={self.script.segment(given['timeout'])})")
-            self.placement.option_names.add("InitProcessGroupKwargs")
+            self.placement.add_handler_option("InitProcessGroupKwargs", "timeout", given["timeout"])
         self.placement.replaced.append(statement)
 
     def _is_read_after(self, key: Key, node: ast.Call) -> bool:

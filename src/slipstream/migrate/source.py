@@ -163,6 +163,19 @@ class Script:
                 found = parent
         return found
 
+    def runs_at_definition(self, node: ast.AST) -> bool:
+        """Return whether a node in a function or class is evaluated when that is defined: a decorator, a default, a line of a class."""
+        inner: ast.AST = node
+        for parent in self.ancestors(node):
+            if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                in_body = inner in parent.body if isinstance(parent.body, list) else inner is parent.body
+                if in_body:
+                    return False
+            elif isinstance(parent, ast.ClassDef):
+                return True
+            inner = parent
+        return self.unit(node) is not None
+
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the list of statements that a statement is in."""
         for _, value in ast.iter_fields(self.parents[statement]):

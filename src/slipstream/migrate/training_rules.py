@@ -115,21 +115,16 @@ class TrainingRules:
             self.rewriter.note(call, told)
 
     def _keep_options(self, call: ast.Call) -> None:
-        kept: list[str] = []
         for keyword in call.keywords:
             value = self.script.segment(keyword.value)
             if keyword.arg in _HANDLED_OPTIONS and isinstance(keyword.value, ast.Constant):
-                kept.append(f"{keyword.arg}={value}")
+                self.placement.add_handler_option("DistributedDataParallelKwargs", keyword.arg, keyword.value)
             elif keyword.arg not in _DROPPED_OPTIONS:
                 self.rewriter.note(
                     keyword.value,
                     f"{keyword.arg}={value} of DistributedDataParallel was not kept: "
                     "give it to Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)]) if it matters.",
                 )
-        handler = f"DistributedDataParallelKwargs({', '.join(kept)})"
-        if kept and handler not in self.placement.handlers:
-            self.placement.handlers.append(handler)
-            self.placement.option_names.add("DistributedDataParallelKwargs")
 
     def _unwrap(self) -> None:
         names = {key.rpartition(".")[2] for key in self.wrapped}
