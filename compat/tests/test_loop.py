@@ -94,6 +94,30 @@ def test_a_loader_that_ends_ends_the_window() -> None:
     assert flags == [(False, False, 1), (False, False, 2), (True, False, 3), (True, True, 0)]
 
 
+@pytest.mark.parametrize(("options", "last"), [({}, 1 / 3), ({"mean_of_window": True}, 1.0)])
+def test_a_short_last_window_counts_its_batches_as_the_others(options: dict[str, Any], last: float) -> None:
+    """Four batches in windows of three: the last one is a third of an update, as in Accelerate, or with the switch a whole one."""
+    accelerator = pickle.loads(pickle.dumps(Accelerator(cpu=True, gradient_accumulation_steps=3, **options)))
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model, 1.0), torch.utils.data.DataLoader(torch.ones(4, 1)))
+    torch.nn.init.zeros_(model.weight)
+    weights = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.item())
+    assert weights == pytest.approx([0.0, 0.0, -1.0, -1.0 - last])
+
+
+def test_outside_of_accumulate_a_loss_is_divided() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert model.weight.grad.item() == 0.25
+
+
 def test_the_flag_is_a_tensor_that_scripts_read() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.flag_tensor is None

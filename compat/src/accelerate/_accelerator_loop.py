@@ -14,8 +14,32 @@ from typing import Any
 import torch
 
 from slipstream.distributed import collectives
+from slipstream.training.accumulation import Accumulation
 
-__all__ = ["LoopMixin"]
+__all__ = ["EqualBatches", "LoopMixin"]
+
+
+class EqualBatches(Accumulation):
+    """Accumulation by the rule of Accelerate: every loss is divided by the configured number of batches, also in a shorter last window.
+
+    >>> accumulation = EqualBatches()
+    >>> accumulation.begin(3, None), accumulation.add_mean(), accumulation.begin(3, None), accumulation.add_mean()
+    (False, 3, False, 3)
+    """
+
+    __slots__ = ()
+
+    def begin(self, steps: int, batch: Any, follows_loader: bool = True) -> bool:
+        """Begin the next batch, and return whether it closes the window."""
+        closing = super().begin(steps, batch, follows_loader)
+        self.expected = max(1, steps)
+        self.is_whole_window = steps <= 1
+        return closing
+
+    def add_mean(self, count: float = 1.0, reached: bool = True) -> float:
+        """Count a backward pass, and return the divisor of its loss."""
+        super().add_mean(count, reached)
+        return self.expected
 
 
 class LoopMixin:

@@ -2,7 +2,8 @@
 
 What differs from `slipstream.Accelerator` on purpose: the states are shared by all Accelerators of a process (`state.py`); schedulers
 move once per process and update; arguments that have no effect in the chosen setting are warned about instead of refused, because scripts
-written for Accelerate pass them everywhere. Further keyword arguments are those of `slipstream.Accelerator`.
+written for Accelerate pass them everywhere. Further keyword arguments are those of `slipstream.Accelerator`, and `mean_of_window=True`: an
+update is the mean over the batches of its window, also where the loader ends it early (Accelerate divides by the configured number).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from accelerate._accelerator_checkpoints import CheckpointsMixin
 from accelerate._accelerator_data import DataMixin
 from accelerate._accelerator_engines import EnginesMixin
-from accelerate._accelerator_loop import LoopMixin
+from accelerate._accelerator_loop import EqualBatches, LoopMixin
 from accelerate._accelerator_trackers import TrackersMixin
 from accelerate._forwarding import forward_names
 from accelerate._gradient_state import GradientState
@@ -77,6 +78,7 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, Engines
         self._models: list[torch.nn.Module] = []
         self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
         warn_of_newer_clients()
+        self._mean_of_window = bool(options.pop("mean_of_window", False))
         handlers = list(kwargs_handlers or ())
         self._refuse_engines(handlers, deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin)
         init = next((handler for handler in handlers if isinstance(handler, InitProcessGroupKwargs)), None)
@@ -119,6 +121,8 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, Engines
                 AcceleratorState._reset_state()  # else the next Accelerator would inherit the settings of one that was never made
             raise
         self._components.gradient_state.set_closing = self._components.stepper.set_closing
+        if not self._mean_of_window:
+            self._components.stepper.make_accumulation = EqualBatches
         self.step = 0
         """How many batches `accumulate` has seen since the beginning, or since a loader ended; scripts read it."""
         if self.state.dynamo_plugin is None:
@@ -158,7 +162,7 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, Engines
 
     def __reduce__(self) -> Any:
         kind, (_, arguments, added) = super().__reduce__()
-        return _rebuild, (type(self), arguments, added, list(self._dataloaders))
+        return _rebuild, (type(self), {**arguments, "mean_of_window": self._mean_of_window}, added, list(self._dataloaders))
 
     # -- what was prepared ----------------------------------------------------------------------------------------
 

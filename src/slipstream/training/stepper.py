@@ -213,6 +213,8 @@ class Stepper:
         """Returns the sums of numbers over all ranks."""
         self.blocks: dict[tuple[torch.nn.Module, ...], AccumulateBlock] = {}
         """The `accumulate` blocks by their models."""
+        self.make_accumulation: Callable[[], Accumulation] = Accumulation
+        """Makes the state machine of a model; the distribution that provides the name `accelerate` divides by another rule."""
         self.warned: set[str] = set()
         self._owners: dict[int, PreparedModel] = {}
         """The models by the identities of their parameters."""
@@ -236,7 +238,7 @@ class Stepper:
         if model is None:
             if self.guards is not None:
                 self.guards.begin(original)
-            model = PreparedModel(original, prepared, collect=self.strategy.gradients)
+            model = PreparedModel(original, prepared, self.make_accumulation(), collect=self.strategy.gradients)
             self.models.append(model)
         else:
             model.prepared = prepared
