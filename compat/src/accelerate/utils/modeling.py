@@ -12,6 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "slipstream.utils": """SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME align_module_device
             calculate_maximum_sizes check_tied_parameters_in_config
             check_tied_parameters_on_same_device compute_module_sizes
-            get_grad_scaler get_mixed_precision_context_manager has_offloaded_params id_tensor_storage
+            get_grad_scaler has_offloaded_params id_tensor_storage
             is_peft_model load_offloaded_weights load_state_dict named_module_tensors retie_parameters
             set_module_tensor_to_device""",
     },
@@ -51,7 +52,7 @@ _forwarded, __getattr__, __dir__ = forward_names(
 
 __all__ = [
     *_forwarded, "check_device_map", "convert_file_size_to_int", "dtype_byte_size", "find_tied_parameters", "get_max_memory",
-    "load_checkpoint_in_model",
+    "get_mixed_precision_context_manager", "load_checkpoint_in_model",
 ]
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,18 @@ def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict
         if isinstance(size, str) and max_memory is not None:
             max_memory[device] = found[device]
     return found
+
+
+def get_mixed_precision_context_manager(native_amp: bool = False, autocast_kwargs: Any = None) -> AbstractContextManager[Any]:
+    """Return autocast in the precision of the state (torch's own dtype if that is "no"); without `native_amp` a block without effect."""
+    from accelerate.state import AcceleratorState
+
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    options = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
+    return torch.autocast(state.device.type, **({} if dtype is None else {"dtype": dtype}), **options)
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:
