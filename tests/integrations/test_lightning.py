@@ -92,6 +92,8 @@ def data(count: int, batch_size: int = 4, shuffle: bool = False, **options: Any)
 
 
 def trainer(strategy: Any, folder: Any, *, ranks: int = 2, **options: Any) -> L.Trainer:
+    import slipstream.integrations.lightning  # noqa: F401 - registers the names, on a rank too
+
     torch.manual_seed(5)
     usual: dict[str, Any] = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     usual |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "accelerator": "cpu", "devices": ranks}
@@ -397,6 +399,8 @@ def test_callbacks(ranks, tmp_path):
 
 
 def fabric_loop(strategy: Any, folder: str, precision: Any = None) -> Any:
+    import slipstream.integrations.lightning  # noqa: F401 - registers the names, on a rank too
+
     torch.manual_seed(5)
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
     fabric.launch()
