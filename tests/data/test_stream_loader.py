@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from log_capture import captured_log
-from slipstream import PartialState
+from slipstream import Accelerator, PartialState
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.prepare import build_loader, skip_first_batches
@@ -420,6 +420,13 @@ def test_shards_read_once(ranks: Any) -> None:
         assert [way for _, way, _, _ in results] == ["own"] * world
         assert sum(read for _, _, read, _ in results) == len(sum(shards, []))
         assert [read for _, _, _, read in results] == [0] * world
+
+
+def test_batches_per_update_while_a_stream_is_read() -> None:
+    """A stream has no length, and is not asked for it."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    loader = accelerator.prepare(DataLoader(Stream(range(3))))
+    assert [accelerator.gradient_accumulation_steps for _ in loader] == [3, 3, 3]
 
 
 def test_too_few_shards_by_turns(caplog: pytest.LogCaptureFixture) -> None:

@@ -75,7 +75,9 @@ class TrainingLoopMixin(AcceleratorBase):
     @property
     def gradient_accumulation_steps(self) -> int:
         """Batches per update; with `effective_batch_size`, those of the loader that is being read, or of the first that was prepared."""
-        loader = self._components.gradient_state.active or next(iter(self._components.registry.loaders), None)
+        loader = self._components.gradient_state.active
+        if loader is None:  # `or` would ask a loader for its length, which streams do not have
+            loader = next(iter(self._components.registry.loaders), None)
         return (None if loader is None else loader.steps_per_update) or self._components.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
