@@ -7,7 +7,7 @@ ACCELERATE_CHECKPOINT_FORMAT=accelerate, writes the layout that the real package
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,25 @@ class CheckpointsMixin:
             raise ConfigError("register_for_checkpointing needs objects with state_dict and load_state_dict.\n" + "\n".join(wrong))
         known = self._saver.objects
         known.extend(value for value in objects if not any(value is other for other in known))
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call `hook(models, weights, output_dir)` before a checkpoint is written; weights that it removes from the list are not written.
+
+        As in Accelerate, models are without the wrapper of data parallelism (diffusers' scripts ask for their class). `output_dir` is
+        where the files are collected before the checkpoint gets its name.
+        """
+        return super().register_save_state_pre_hook(lambda models, weights, folder: hook([*map(_bare, models)], weights, folder))
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call `hook(models, input_dir)` before a checkpoint is loaded; models that it removes from the list are not loaded."""
+
+        def call(models: list[Any], folder: str) -> None:
+            bare = [*map(_bare, models)]
+            hook(bare, folder)
+            left = {id(model) for model in bare}
+            models[:] = [model for model in models if id(_bare(model)) in left]
+
+        return super().register_load_state_pre_hook(call)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -183,6 +202,12 @@ def choose_format(given: str | None) -> tuple[str, str]:
     if chosen not in _FORMATS:
         raise ConfigError(f"{origin}: there is no such format of checkpoints. Write {' or '.join(map(repr, _FORMATS))}.")
     return str(chosen), origin
+
+
+def _bare(model: Any) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextmanager

@@ -57,12 +57,12 @@ class AccelerateFormatWriter:
             raise ConfigError(f"{redact(target)} is a URL, and the format of Accelerate is written to local folders only. Name a folder.")
         self._warn_left_out()
         if saver.components.strategy.replicated:
-            path = self._save_replicated(LocalTarget(local_path(target), saver.disk), safe_serialization)
+            self._save_replicated(LocalTarget(local_path(target), saver.disk), safe_serialization)
         else:
-            path = self._save_sharded(LocalTarget(local_path(target), saver.disk), safe_serialization)
+            self._save_sharded(LocalTarget(local_path(target), saver.disk), safe_serialization)
         if saver.folder is not None:
             saver.project.iteration += 1
-        return path
+        return str(target)
 
     def _warn_left_out(self) -> None:
         """Name what this run has and the format has no place for."""
@@ -76,7 +76,7 @@ class AccelerateFormatWriter:
 
     # -- replicated models ----------------------------------------------------------------------------------------
 
-    def _save_replicated(self, target: LocalTarget, safe_serialization: bool) -> str:
+    def _save_replicated(self, target: LocalTarget, safe_serialization: bool) -> None:
         saver = self._saver
         state = saver.components.state
         stamp = make_stamp(saver.components, saver.run_id)
@@ -88,9 +88,9 @@ class AccelerateFormatWriter:
             if saver.save_hooks:
                 saver.take_weights(str(target.path))
             self._leave_random_states(target, key, flags)
-            return str(target.path)
+            return
         with target.begin() as stage:
-            weights = saver.take_weights(str(stage.folder))
+            weights = _renumber(saver.take_weights(str(stage.folder)))
             registry = saver.components.registry
             files = shared_files(
                 weights, registry.optimizers, registry.schedulers, registry.loaders, self._accelerator.scaler, safe_serialization
@@ -103,7 +103,6 @@ class AccelerateFormatWriter:
         flags.agree(key, str(target.path))
         self._collect(target.path, key)
         self._finish(target)
-        return str(target.path)
 
     @property
     def _step(self) -> int:
@@ -148,7 +147,7 @@ class AccelerateFormatWriter:
 
     # -- sharded models -------------------------------------------------------------------------------------------
 
-    def _save_sharded(self, target: LocalTarget, safe_serialization: bool) -> str:
+    def _save_sharded(self, target: LocalTarget, safe_serialization: bool) -> None:
         """Save with every process; one that fails makes all raise, and the checkpoint before this one stays."""
         saver, rank = self._saver, self._saver.components.state.process_index
         stages: list[LocalStage] = []
@@ -165,7 +164,7 @@ class AccelerateFormatWriter:
             saver.run_and_agree("save_state", lambda: None if saver.writes else stages.append(common.join(ticket)))
             stage = stages[0]
             weights: dict[int, Any] = {}
-            saver.run_and_agree("save_state", lambda: weights.update(saver.take_weights(str(stage.folder))))
+            saver.run_and_agree("save_state", lambda: weights.update(_renumber(saver.take_weights(str(stage.folder)))))
             whole = saver.components.strategy.saves_whole_weights
             states = {**dict(self._sharded_models(weights)), **dict(self._sharded_optimizers())}
             for name, (key, state) in states.items():
@@ -178,7 +177,6 @@ class AccelerateFormatWriter:
         if saver.writes:
             self._finish(common)
         saver.last = str(common.path)
-        return str(common.path)
 
     def _write_rest(self, stage: LocalStage, rank: int) -> None:
         files: dict[str, Write] = {random_states_name(rank): random_states_writer(self._step)}
@@ -245,6 +243,11 @@ def gather_whole(value: Any, *, keep: bool) -> Any:
     if isinstance(value, dict):
         return {key: gather_whole(item, keep=keep) for key, item in value.items()}
     return type(value)(gather_whole(item, keep=keep) for item in value) if type(value) in (list, tuple) else value
+
+
+def _renumber(weights: Mapping[int, Any]) -> dict[int, Any]:
+    """Return weights with numbers from 0: Accelerate counts those that hooks have left."""
+    return dict(enumerate(weights.values()))
 
 
 def _commit(stage: LocalStage) -> None:

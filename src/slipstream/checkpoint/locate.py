@@ -30,6 +30,7 @@ from slipstream.checkpoint.rotate import NumberedCheckpoint, describe_checkpoint
 from slipstream.checkpoint.shard_layout import whole_box
 from slipstream.checkpoint.sharded import TensorPlaceholders, WholeTensorFile, open_shards
 from slipstream.checkpoint.tensor_bytes import FileContent, LoadedTensorFile, load_tensors, read_tensor_file
+from slipstream.checkpoint.weights import check_fit
 from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError, MissingCheckpointError
 from slipstream.files.checksum import checksums_name
@@ -377,7 +378,7 @@ def _read_accelerate(saver: Saver, folder: Path, allow_pickle: bool) -> SavedSta
         folder=folder,
         stamp="foreign",
         step=max(updates, default=0),
-        models={number: _split_tensors(state) for number, state in enumerate(found.models)},
+        models=_match_models(saver, [_split_tensors(state) for state in found.models]),
         optimizers=found.optimizers,
         schedulers=found.schedulers,
         loaders=None,
@@ -389,6 +390,26 @@ def _read_accelerate(saver: Saver, folder: Path, allow_pickle: bool) -> SavedSta
         warnings=found.warnings,
         placeholders=found.placeholders,
     )
+
+
+def _match_models(saver: Saver, stored: list[SavedModel]) -> dict[int, SavedModel]:
+    """Return the weights by the number of their model.
+
+    Accelerate numbers the weights that save hooks have left, so with load hooks and fewer weights than models those that fit count.
+    """
+    models = saver.components.stepper.models
+    if not saver.load_hooks or len(stored) >= len(models):
+        return dict(enumerate(stored))
+    matched: dict[int, SavedModel] = {}
+    for weights in stored:
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+        following = range(max(matched, default=-1) + 1, len(models))
+        fitting = (number for number in following if check_fit(models[number].original, shapes, weights.aliases, weights.extra))
+        number = next(fitting, None)
+        if number is None:
+            return dict(enumerate(stored))
+        matched[number] = weights
+    return matched
 
 
 def _split_tensors(state: Mapping[str, Any]) -> SavedModel:
