@@ -7,17 +7,30 @@ One start for many scripts: `torchrun run_scripts.py --fork FOLDER a.py b.py`, o
 import contextlib
 import os
 import runpy
+import socket
 import sys
+import time
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  before the processes are forked: optimizers import it
-import torch.distributed  # noqa: F401
+import torch.distributed  # noqa: F401  before the processes are forked
 
 fork = "--fork" in sys.argv
 folder, *scripts = [argument for argument in sys.argv[1:] if argument != "--fork"]
-port = int(os.environ.get("MASTER_PORT", "0"))
 rank = os.environ.get("RANK", "0")
 os.chdir(folder)
+
+
+def agree_on_port(number: int) -> str:
+    """Return a port that rank 0 finds free, and tells the others by a file."""
+    told = Path(folder) / f"port.{number}"
+    if rank == "0":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            (Path(folder) / "port.new").write_text(str(free.getsockname()[1]))
+        (Path(folder) / "port.new").rename(told)
+    while not told.exists():
+        time.sleep(0.01)
+    return told.read_text()
 
 
 def run(script: str) -> None:
@@ -31,7 +44,7 @@ for number, script in enumerate(scripts, 1):
         run(script)
         continue
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    os.environ["MASTER_PORT"] = str(20000 + (port * 7 + number) % 10000)
+    os.environ["MASTER_PORT"] = agree_on_port(number)
     child = os.fork()
     if not child:
         run(script)

@@ -20,7 +20,6 @@ SCRIPTS = sorted(path.stem for path in (FOLDER / "scripts").glob("ddp_*.py"))
 BY_TORCHRUN = [
     "ddp_environment", "ddp_flat_accumulation", "ddp_local_rank_argument", "ddp_metrics", "ddp_no_sync", "ddp_trainer_class",
 ]
-BY_THEMSELVES = ["ddp_checkpoint", "ddp_spawn"]
 ALIKE_ON_ONE = ["ddp_environment", "ddp_no_sync", "ddp_spawn", "ddp_checkpoint"]
 """Scripts whose global batch does not depend on the number of processes."""
 
@@ -92,30 +91,33 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
 
 
 @pytest.fixture(scope="module")
-def by_themselves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the originals print that start their processes by themselves."""
+def by_spawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the original prints that starts its processes by itself."""
     output = str(tmp_path_factory.mktemp("spawned") / "checkpoint.pth.tar")
-    given = {"ddp_spawn": ["--output", output]}
-    scripts = {name: str(FOLDER / "scripts" / f"{name}.py") for name in BY_THEMSELVES}
-    return {name: lines_of(run(sys.executable, script, *given.get(name, []))) for name, script in scripts.items()}
+    return {"ddp_spawn": lines_of(run(sys.executable, str(FOLDER / "scripts" / "ddp_spawn.py"), "--output", output))}
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the migrated scripts print on two processes."""
+    return launch(tmp_path_factory.mktemp("after"), 2, [*BY_TORCHRUN, "ddp_spawn", "ddp_checkpoint"])
 
 
 @pytest.mark.launched
-def test_same_weights(tmp_path: Path, by_torchrun: dict[str, list[str]]) -> None:
+def test_same_weights_on_one_process(tmp_path: Path, on_two: dict[str, list[str]]) -> None:
+    """On one process, too, if the global batch is the same there."""
+    assert launch(tmp_path, 1, ALIKE_ON_ONE) == {name: on_two[name] for name in ALIKE_ON_ONE}
+
+
+@pytest.mark.launched
+def test_same_weights(on_two: dict[str, list[str]], by_torchrun: dict[str, list[str]]) -> None:
     """Scripts for torchrun train the same weights and print the same losses on two processes after the migration."""
     assert all(lines[-1].startswith("weights") for lines in by_torchrun.values())
-    assert launch(tmp_path, 2, BY_TORCHRUN) == by_torchrun
+    assert {name: on_two[name] for name in BY_TORCHRUN} == by_torchrun
 
 
 @pytest.mark.launched
-def test_same_weights_without_spawn(tmp_path: Path, by_themselves: dict[str, list[str]]) -> None:
-    """Scripts that started their own processes do the same under `slipstream launch`."""
-    assert all(lines[-1].startswith("weights") for lines in by_themselves.values())
-    assert launch(tmp_path, 2, BY_THEMSELVES) == by_themselves
-
-
-@pytest.mark.launched
-def test_same_weights_on_one_process(tmp_path: Path, by_torchrun: dict[str, list[str]], by_themselves: dict[str, list[str]]) -> None:
-    """On one process, too, if the global batch is the same there."""
-    expected = {**by_torchrun, **by_themselves}
-    assert launch(tmp_path, 1, ALIKE_ON_ONE) == {name: expected[name] for name in ALIKE_ON_ONE}
+def test_same_weights_without_spawn(on_two: dict[str, list[str]], by_spawn: dict[str, list[str]]) -> None:
+    """A script that started its own processes does the same under `slipstream launch`."""
+    assert by_spawn["ddp_spawn"][-1].startswith("weights")
+    assert on_two["ddp_spawn"] == by_spawn["ddp_spawn"]
