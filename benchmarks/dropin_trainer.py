@@ -79,7 +79,7 @@ def measure(processes: int, rounds: int, steps: int, folder: Path) -> list[Figur
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerate", type=Path, default=Path(sys.prefix) / "accelerate-1.15", help="the folder with Accelerate 1.15")
+    parser.add_argument("--accelerate", type=Path, default=Path(sys.prefix) / "accelerate", help="the folder with Accelerate 1.15")
     parser.add_argument("--processes", type=int, action="append", choices=(1, 2), help="only on so many processes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
