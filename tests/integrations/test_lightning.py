@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -312,10 +313,16 @@ def test_other_loaders(ranks, tmp_path):
 
 
 def resumed(folder: str, parallel: str, checkpoint_format: Any) -> None:
+    class Dropping(Net):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            if checkpoint_format == "slipstream":  # where random states are in it
+                batch = torch.nn.functional.dropout(batch[0]) + random.random(), batch[1]
+            return super().training_step(batch, number)
+
     def run(path: str | None = None, **options: Any) -> tuple[Any, Net]:
         strategy = SlipstreamStrategy(parallel, checkpoint_format=checkpoint_format)
         every = ModelCheckpoint(folder, "{step}", every_n_train_steps=7, save_top_k=-1)
-        started, model = trainer(strategy, folder, max_epochs=3, callbacks=[every], enable_checkpointing=True), Net()
+        started, model = trainer(strategy, folder, max_epochs=3, callbacks=[every], enable_checkpointing=True), Dropping()
         started.fit(model, data(36, shuffle=True), ckpt_path=path)
         return started, model
 
@@ -330,6 +337,8 @@ def resumed(folder: str, parallel: str, checkpoint_format: Any) -> None:
     assert second.losses == model.losses[7:]
     assert second.weights() == model.weights()
     assert continued.global_step == whole.global_step == 15
+    _, third = run(f"{folder}/step=14.ckpt")
+    assert third.losses == model.losses[14:]
 
 
 @pytest.mark.parametrize("checkpoint_format", ["lightning", "slipstream"])
@@ -370,6 +379,41 @@ def test_other_world_sizes(ranks, tmp_path):
     assert ranks(2).run(loaded, str(tmp_path), 2, weights) == [first, second]
     on_one = loaded(str(tmp_path), 1, weights)
     assert sorted(sum(first + second, [])) == sorted(sum(on_one, []))
+
+
+def odd_states(folder: str) -> str:
+    class Odd(Net):
+        def __init__(self, activation: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    save = ModelCheckpoint(f"{folder}/weights", save_weights_only=True, save_last="link", filename="first")
+    strategy = SlipstreamStrategy(checkpoint_format="slipstream")
+    run, model = trainer(strategy, folder, max_epochs=1, callbacks=[save], enable_checkpointing=True), Net()
+    run.fit(model, data(16))
+    assert not any("optimizer" in name for name in os.listdir(f"{folder}/weights/first.ckpt"))
+    run.test(Net(), data(16), ckpt_path=f"{folder}/weights/last.ckpt", verbose=False)
+    model = Odd(torch.tanh)
+    run = trainer("slipstream", folder, max_epochs=1)
+    run.fit(model, data(16))
+    found = ""
+    try:
+        run.save_checkpoint(f"{folder}/odd")
+    except Exception as error:
+        found = str(error)
+    Path(folder, "taken.ckpt").mkdir(exist_ok=True)
+    try:
+        run.save_checkpoint(f"{folder}/taken.ckpt")
+    except Exception as error:
+        return f"{found} {error}"
+    return ""
+
+
+def test_odd_states(ranks, tmp_path):
+    """Weights alone are saved without optimizers; what cannot be stored or written is an error on every rank."""
+    for told in ranks(2).run(odd_states, str(tmp_path)):
+        assert "['hyper_parameters']['activation']" in told
+        assert "taken.ckpt" in told
 
 
 def callbacks(folder: str) -> None:
@@ -492,6 +536,8 @@ def test_other_packages():
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
     with pytest.raises(ValueError, match="not of pytorch_lightning"):
         pytorch_lightning.Trainer(strategy=SlipstreamStrategy(), accelerator="cpu", logger=False)
+    with pytest.raises(ValueError, match="Fabric takes SlipstreamFabricStrategy"):
+        L.Fabric(strategy=SlipstreamStrategy(), accelerator="cpu")  # type: ignore[arg-type]
 
 
 def test_without_lightning():

@@ -25,7 +25,8 @@ from slipstream.devices.table import CPU
 from slipstream.errors import CheckpointError, ConfigError
 
 __all__ = [
-    "FolderContent", "gather_whole", "is_folder_path", "is_slipstream_folder", "read_folder", "shard_optimizer_state", "write_folder",
+    "FolderContent", "LightningState", "check_not_a_folder", "gather_whole", "is_folder_path", "is_slipstream_folder", "read_folder",
+    "shard_optimizer_state", "write_folder",
 ]
 
 
@@ -40,21 +41,29 @@ def is_folder_path(path: str | os.PathLike[str], checkpoint_format: str) -> bool
     return not os.path.splitext(os.fspath(path))[1]
 
 
+def check_not_a_folder(path: str | os.PathLike[str]) -> None:
+    """Raise where a file of Lightning would replace a folder: it would be moved into it, under a random name."""
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path} is a folder, and a checkpoint of Lightning is a file: remove the folder, or choose another name")
+
+
 def is_slipstream_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a checkpoint in our format at this path."""
     return os.path.exists(os.path.join(os.fspath(path), MANIFEST))
 
 
-class _Rest:
+class LightningState:
     """What a checkpoint of Lightning has besides weights and optimizers."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def state_dict(self) -> dict[str, Any]:
+        """Return it, under a name by which it is recognised."""
         return {"lightning": dict(self.values)}
 
     def load_state_dict(self, state: Any) -> None:
+        """Refuse: Lightning loads it."""
         raise ConfigError("load_state on a checkpoint of Lightning: pass it to trainer.fit(ckpt_path=...) or fabric.load(...)")
 
 
@@ -68,6 +77,8 @@ class FolderContent:
     """Weights by the number of the model, in the order in which models were set up."""
     optimizers: Sequence[Any]
     """Optimizers to save, or states that were read."""
+    random: Mapping[str, Any] | None = None
+    """The random states of the rank that reads it, as they were when it was saved; None if it has none of that rank."""
 
 
 def write_folder(accelerator: Accelerator, path: str | os.PathLike[str], content: FolderContent, step: int) -> None:
@@ -90,15 +101,18 @@ def write_folder(accelerator: Accelerator, path: str | os.PathLike[str], content
         registry.optimizers = []
         for optimizer in content.optimizers:
             accelerator.prepare_optimizer(optimizer).updates = step
-        objects[:] = [_Rest(content.rest)]
-        accelerator.save_state(path)
+        objects[:] = [LightningState(content.rest)]
+        if components.strategy.replicated:  # rank 0 writes: if it fails, the others hear of it here
+            accelerator._saver.run_and_agree("save_checkpoint", lambda: str(accelerator.save_state(path)))
+        else:
+            accelerator.save_state(path)
     finally:
         handle.remove()
         registry.optimizers, objects[:] = kept, objects_before
 
 
-def read_folder(path: str | os.PathLike[str]) -> FolderContent:
-    """Return what is in a folder, verified, with whole tensors in host memory."""
+def read_folder(path: str | os.PathLike[str], rank: int = 0) -> FolderContent:
+    """Return what is in a folder, verified, with whole tensors in host memory, and the random states of a rank."""
     saved = read_saved_state(open_checkpoint(Path(path)), str(path))
     rest = saved.objects.get(0)
     if not isinstance(rest, Mapping) or not isinstance(rest.get("lightning"), Mapping):
@@ -112,7 +126,8 @@ def read_folder(path: str | os.PathLike[str]) -> FolderContent:
         everything |= {name: everything[kept] for name, kept in model.aliases.items() if kept in everything}
         everything.pop(METADATA, None)
         weights[number] = {name: reshard(value, None, saved.placeholders) for name, value in everything.items()}
-    return FolderContent(rest["lightning"], weights, [reshard(state, None, saved.placeholders) for state in saved.optimizers or ()])
+    optimizers = [reshard(state, None, saved.placeholders) for state in saved.optimizers or ()]
+    return FolderContent(rest["lightning"], weights, optimizers, (saved.rank(rank) or {}).get("random"))
 
 
 def gather_whole(value: Any, *, keep: bool = True) -> Any:

@@ -95,6 +95,7 @@ class ShardedLoader(DataLoader[Any]):
         world_size: int,
         last: Callable[[], LastBatch],
         is_over: Callable[[], bool] = lambda: False,
+        at_start: Callable[[], None] = lambda: None,
     ) -> None:
         # DataLoader.__init__ is not called: the attributes are those of the original.
         self.__dict__.update(original.__dict__)
@@ -102,7 +103,7 @@ class ShardedLoader(DataLoader[Any]):
         if sampler is None:
             raise ConfigError("a ShardedLoader is made of a DataLoader with a DistributedSampler of one replica")
         own: dict[str, Any] = {"original": original, "rank": rank, "world_size": world_size, "global_sampler": sampler, "weight": 1.0}
-        self.__dict__.update(own, _last=last, _is_over=is_over, _position=0, _resume=None, _warned=False)
+        self.__dict__.update(own, _last=last, _is_over=is_over, _at_start=at_start, _position=0, _resume=None, _warned=False)
         self.__dict__["_inner"] = _copy_loader(original, _RankFeed(self, original))
 
     original: DataLoader[Any]
@@ -113,6 +114,8 @@ class ShardedLoader(DataLoader[Any]):
     """How much the loss of the batch that was handed out last counts on this rank; 1.0 for a full batch."""
     _last: Callable[[], LastBatch]
     _is_over: Callable[[], bool]
+    _at_start: Callable[[], None]
+    """Called when a pass begins: before torch draws the seed of its workers, or in the middle of an epoch, where it was drawn, behind."""
     _position: int
     """Samples (rounds of batches, with a batch sampler of the user) that were handed out to all ranks in this pass."""
     _resume: _Span | None
@@ -195,7 +198,11 @@ class ShardedLoader(DataLoader[Any]):
         spans = self._spans(self._position)
         self._tell_repeats(spans, policy)
         state["weight"] = 1.0
+        if not self._position:
+            self._at_start()
         iterator = iter(self._inner)
+        if self._position:
+            self._at_start()
         batches = iterate_unprofiled(iterator) if type(iterator) is _SingleProcessDataLoaderIter else iterator
         for (begin, stop), batch in zip(spans, batches, strict=True):
             state["_position"] = stop

@@ -22,6 +22,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.integrations.lightning.checkpoints import (
     FolderContent,
+    check_not_a_folder,
     gather_whole,
     is_folder_path,
     is_slipstream_folder,
@@ -215,8 +216,13 @@ class SlipstreamFabricStrategy(StrategyMixin, ParallelStrategy):  # type: ignore
             return
         if self.runtime.shards:
             converted = {name: gather_whole(value, keep=self.is_global_zero) for name, value in converted.items()}
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint=converted, path=path, storage_options=storage_options)
+
+        def write() -> None:
+            check_not_a_folder(path)
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint=converted, path=path, storage_options=storage_options)
+
+        self.runtime.run_together("save_checkpoint", write)
 
     def _write_folder(self, path: Any, state: dict[str, Any], converted: dict[str, Any]) -> None:
         records = self.runtime.components.stepper.models

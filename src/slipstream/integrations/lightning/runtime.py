@@ -247,6 +247,14 @@ class HostedRuntime:
             stacked = collectives.gather(state.channel(), state.limits, row.detach(), operation="all_gather")
         return stacked
 
+    def run_together(self, operation: str, step: Callable[[], Any]) -> None:
+        """Run a step on every rank that may fail on one of them, such as writing a file: then all raise, and none waits for it."""
+        if self.communicates:
+            assert self.accelerator is not None
+            self.accelerator._saver.run_and_agree(operation, step)
+        else:
+            step()
+
     def decide(self, decision: bool, *, all_ranks: bool) -> bool:
         """Return whether all ranks decided so, or any."""
         if not self.communicates:

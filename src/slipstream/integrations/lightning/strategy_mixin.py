@@ -39,8 +39,10 @@ class StrategyMixin:
         self._num_nodes = 1
 
     def __repr__(self) -> str:
-        package = "lightning.pytorch" if self.host == "Trainer" else "lightning.fabric"
-        return f"<{type(self).__name__} for {package}.{self.host} (of the package `lightning`, not of pytorch_lightning)>"
+        trains = self.host == "Trainer"
+        other = "Fabric takes SlipstreamFabricStrategy" if trains else "a Trainer takes SlipstreamStrategy"
+        package = "lightning.pytorch" if trains else "lightning.fabric"
+        return f"<{type(self).__name__} for {package}.{self.host} of the package `lightning`, not of pytorch_lightning; {other}>"
 
     @classmethod
     def _register(cls, registry: Any) -> None:

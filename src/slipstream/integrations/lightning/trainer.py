@@ -22,9 +22,11 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from slipstream.devices import rng
 from slipstream.errors import DistributedOperationException
 from slipstream.integrations.lightning.checkpoints import (
     FolderContent,
+    check_not_a_folder,
     gather_whole,
     is_folder_path,
     is_slipstream_folder,
@@ -73,6 +75,8 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
             precision_plugin=precision_plugin,
         )
         self._train_loaders: list[ShardedLoader] = []
+        self._random: Mapping[str, Any] | None = None
+        """Random states of a checkpoint that are to be restored."""
 
     # -- processes ------------------------------------------------------------------------------------------------
 
@@ -189,13 +193,20 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
         if not trainer.training:
             return ShardedLoader(dataloader, self.global_rank, self.world_size, self._last_batch_of_evaluation)
         progress = trainer.fit_loop.epoch_loop.batch_progress
+        is_over = partial(getattr, progress, "is_last_batch")
         loader = ShardedLoader(
-            dataloader, self.global_rank, self.world_size, self._last_batch_of_training, lambda: bool(progress.is_last_batch)
+            dataloader, self.global_rank, self.world_size, self._last_batch_of_training, is_over, self._restore_random_states
         )
         earlier = [] if trainer.fit_loop._combined_loader is None else trainer.fit_loop._combined_loader.flattened
         # those of the pass before are made anew (reload_dataloaders_every_n_epochs)
         self._train_loaders = [*(known for known in self._train_loaders if not any(known is other for other in earlier)), loader]
         return loader
+
+    def _restore_random_states(self) -> None:
+        """Go on with the random numbers of the run that a folder was saved from, once, when the first batch is read."""
+        random, self._random = self._random, None
+        if random is not None:
+            rng.restore(random)
 
     def _last_batch_of_training(self) -> LastBatch:
         return "weigh" if self.runtime.options.last_batch == "exact" and len(self._train_loaders) == 1 else "pad"
@@ -226,12 +237,19 @@ class SlipstreamStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]
             return
         if self.runtime.shards:
             checkpoint = {name: gather_whole(value, keep=self.is_global_zero) for name, value in checkpoint.items()}
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        write_file = super().save_checkpoint
+
+        def write() -> None:
+            check_not_a_folder(filepath)
+            write_file(checkpoint, filepath, storage_options=storage_options)
+
+        self.runtime.run_together("save_checkpoint", write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint, of either format, with whole tensors."""
         if is_slipstream_folder(checkpoint_path):
-            content = read_folder(checkpoint_path)
+            content = read_folder(checkpoint_path, self.global_rank)
+            self._random = content.random
             states = {"optimizer_states": list(content.optimizers)} if "lr_schedulers" in content.rest else {}
             return {**content.rest, "state_dict": dict(content.weights.get(0, {})), **states}
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
