@@ -58,6 +58,7 @@ def _clean_state() -> Iterator[None]:
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+        sys.modules["accelerate.state"].GradientState._reset_state()
     if "slipstream.distributed.current" in sys.modules:
         sys.modules["slipstream.distributed.current"].reset()
     if dict(os.environ) != before:

@@ -350,7 +350,10 @@ def test_align_module_device():
 # -- folders of weights -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [torch.randn(2, 3), torch.tensor(3.0), torch.ones(2, dtype=torch.bfloat16), torch.arange(3)], ids=str)
+WEIGHTS = {"matrix": torch.eye(2, 3), "scalar": torch.tensor(3.0), "half": torch.ones(2, dtype=torch.bfloat16), "whole": torch.arange(3)}
+
+
+@pytest.mark.parametrize("value", WEIGHTS.values(), ids=WEIGHTS)
 def test_one_weight_in_a_file(value, tmp_path):
     """As Accelerate writes it, and read again."""
     index = offload_weight(value, "weight", tmp_path, index={})
