@@ -53,6 +53,7 @@ __all__ += [
     "multi_gpu_launcher", "prepare_simple_launcher_cmd_env", "sagemaker_launcher", "simple_launcher", "tpu_launcher", "tpu_pod_launcher",
 ]
 
+_USAGE = "accelerate launch [options] script [arguments of the script]"  # argparse would list a hundred options after each mistake
 _BLOCKS = ("deepspeed_config", "fsdp_config", "parallelism_config", "megatron_lm_config", "dynamo_config", "mpirun_config")
 _FP8_NAMES = {
     "amax_history_length": "fp8_amax_history_len",
@@ -92,9 +93,9 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
         "--num-processes. What is not given is read from the configuration file, if there is one."
     )
     if subparsers is not None:
-        parser = subparsers.add_parser("launch", description=description, add_help=False, allow_abbrev=False)
+        parser = subparsers.add_parser("launch", usage=_USAGE, description=description, add_help=False, allow_abbrev=False)
     else:
-        parser = CustomArgumentParser("Accelerate launch command", description=description, add_help=False, allow_abbrev=False)
+        parser = CustomArgumentParser("accelerate launch", usage=_USAGE, description=description, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="help", help="Show this help and exit.")
     add_launch_arguments(parser)
     if subparsers is not None:
