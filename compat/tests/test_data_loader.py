@@ -237,6 +237,17 @@ def test_metrics_hold_every_sample_once(ranks: Any, world: int) -> None:
             assert found[2] == [str(number) for number in range(count)]
 
 
+def gather_stream_of_workers() -> Any:
+    accelerator = fresh(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    loader = accelerator.prepare(DataLoader(Numbers(5), batch_size=2, num_workers=1))
+    return [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()]
+
+
+def test_repeated_samples_that_are_not_known_are_said(ranks: Any, capfd: Any) -> None:
+    assert ranks(2).run(gather_stream_of_workers)[0] == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert "may hold repeated samples" in capfd.readouterr().out
+
+
 def shuffled(options: dict[str, Any]) -> list[Any]:
     accelerator = fresh(dataloader_config=DataLoaderConfiguration(**options))
     torch.manual_seed(accelerator.process_index)  # processes that were seeded differently still read one order
@@ -339,6 +350,35 @@ def test_a_run_continues_exactly(ranks: Any, tmp_path: Path, world: int, options
     for (seen, weights), (seen_after, weights_after) in zip(whole, rest, strict=True):
         assert seen_after == [entry for entry in seen if (entry[0], entry[1]) >= (1, 2)]
         assert weights_after == weights
+
+
+def read_order(folder: str, size: int, resumes: bool) -> list[int]:
+    accelerator = fresh()
+    set_seed(11 if resumes else 3)
+    loader = accelerator.prepare(DataLoader(range(16), batch_size=size, shuffle=True))
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    if resumes:
+        accelerator.load_state(folder, resume=True)
+    seen: list[int] = []
+    for number, batch in enumerate(loader):
+        accelerator.backward(model(batch[:, None].float()).sum())
+        seen += accelerator.gather(batch).tolist()
+        if not resumes and number == 1:
+            accelerator.save_state(folder)
+            seen.clear()
+    return seen
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 2)])
+def test_an_order_is_carried_to_another_number_of_processes(ranks: Any, tmp_path: Path, worlds: tuple[int, int]) -> None:
+    """The sampler drew from a generator on several processes, and from the random state of torch on one."""
+    folder = str(tmp_path / "saved")
+    rest, found = (
+        ranks(2).run(read_order, folder, 2, resumes)[0] if world == 2 else read_order(folder, 4, resumes)
+        for world, resumes in zip(worlds, (False, True), strict=True)
+    )
+    assert len(rest) == 8
+    assert found == rest
 
 
 def test_iterable_shards_take_epochs() -> None:

@@ -85,6 +85,15 @@ class DataMixin:
         """
         if use_gather_object and isinstance(input_data, torch.Tensor) and input_data.ndim and self._components.data_rank.world_size > 1:
             input_data = list(input_data)
+        active = self.gradient_state.active_dataloader
+        if getattr(active, "hides_repeated_samples", False) and active.end_of_dataloader:
+            from slipstream.logging import get_logger
+
+            get_logger(__name__).warning_once(
+                f"gather_for_metrics: the last batch of a stream ({type(active.dataset.dataset).__name__}) that workers read was filled "
+                "with samples from its start, and how many is known to the workers alone: the result may hold repeated samples. Pass "
+                "dispatch_batches=True, num_workers=0 or drop_last=True to be sure."
+            )
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

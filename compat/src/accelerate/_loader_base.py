@@ -9,7 +9,7 @@ batch is the last. `iteration` counts passes that were read to their end. From S
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -392,15 +392,21 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         rest = self._known_remainder(0)
         return EqualShares((rest,), (rest,), False, full) if rest > 0 and ranks == 1 else None
 
+    @property
+    def hides_repeated_samples(self) -> bool:
+        """Whether the last batch may hold repeated samples of which only workers know."""
+        base: Any = self.base_dataloader
+        if not isinstance(base.dataset, IterableDatasetShard) or self.data_rank.world_size == 1:
+            return False
+        return base.num_workers > 0 and not self._is_dropped
+
     # -- reading the base -----------------------------------------------------------------------------------------
 
     @property
-    def _generators(self) -> list[torch.Generator]:
-        """The generators that the order is drawn from."""
-        base: Any = self.base_dataloader
-        found = [self.synchronized_generator, base.generator, getattr(self.get_sampler(), "generator", None)]
-        unique: dict[int, torch.Generator] = {id(value): value for value in found if isinstance(value, torch.Generator)}
-        return list(unique.values())
+    def _generators(self) -> list[torch.Generator | None]:
+        """The generators that the order is drawn from: that of the sampler, and that of the loader."""
+        found = [getattr(self.get_sampler(), "generator", None), self.base_dataloader.generator]
+        return [generator if isinstance(generator, torch.Generator) else None for generator in found]
 
     def _open_base(self, loader_pass: LoaderPass) -> Iterator[Any]:
         """Return the batches of a pass, which may begin in the middle of the epoch."""
@@ -449,7 +455,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         original = getattr(base, which)
         if hasattr(original, "state_dict") and self.use_stateful_dataloader:  # a sampler of torchdata, which was given its state
             return iter(base)
-        order = _RedrawnOrder(original, skip, head, begin, self._generators, base.generator)
+        order = _RedrawnOrder(original, skip, head, begin, self.get_sampler(), base.generator)
         if not self.use_stateful_dataloader:
             return iter(clone(base, _iterator=None, **{which: order}))
         object.__setattr__(base, which, order)  # torchdata skips as far as its state says; a loader refuses other ways to assign it
@@ -558,19 +564,34 @@ class _RedrawnOrder:
     The states are put back while the order is drawn, and are as before when an item is handed out.
     """
 
-    def __init__(self, inner: Any, skip: int, head: int, begin: Snapshot, generators: list[torch.Generator], loader_generator: Any) -> None:
+    def __init__(self, inner: Any, skip: int, head: int, begin: Snapshot, sampler: Any, loader_generator: Any) -> None:
         self._inner, self._skip, self._head = inner, skip, head
-        self._begin, self._generators, self._loader_generator = begin, generators, loader_generator
+        self._begin, self._sampler, self._loader_generator = begin, sampler, loader_generator
 
     def __iter__(self) -> Iterator[Any]:
-        with kept_random_states():
-            put_back(self._begin, self._generators)
+        with kept_random_states(), self._generator_as_saved():
+            put_back(self._begin, [getattr(self._sampler, "generator", None), self._loader_generator])
             torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)  # as torch's loader for its workers
             items = iter(self._inner)
             chosen = chain(islice(items, self._head), islice(items, max(0, self._skip - self._head), None))
             first = list(islice(chosen, 1))
         yield from first
         yield from chosen
+
+    @contextmanager
+    def _generator_as_saved(self) -> Iterator[None]:
+        """Let the sampler draw from a generator if it did, and otherwise not: on another number of processes it has one, or none."""
+        sampler, state = self._sampler, (self._begin[3] or [None])[0]
+        present = getattr(sampler, "generator", None)
+        if not hasattr(sampler, "generator") or (present is None) is (state is None):
+            yield
+            return
+        sampler.generator = torch.Generator() if present is None else None
+        try:
+            yield
+        finally:
+            if present is not None:
+                sampler.generator = present
 
     def __len__(self) -> int:
         return max(0, len(self._inner) - self._skip)

@@ -20,25 +20,25 @@ from slipstream.errors import ConfigError
 
 __all__ = ["Snapshot", "check_snapshot", "decode_snapshot", "encode_snapshot", "kept_random_states", "put_back", "take_snapshot"]
 
-Snapshot = tuple[Any, Any, torch.Tensor, list[torch.Tensor]]
-"""The states of Python, numpy and torch, and of the generators of a loader."""
+Snapshot = tuple[Any, Any, torch.Tensor, "list[torch.Tensor | None]"]
+"""The states of Python, numpy and torch, and of the generators of a loader: None for one that it does not have."""
 
 
-def take_snapshot(generators: Sequence[torch.Generator] = ()) -> Snapshot:
+def take_snapshot(generators: Sequence[torch.Generator | None] = ()) -> Snapshot:
     """Return the random states as they are."""
-    return (
-        random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), [generator.get_state() for generator in generators]
-    )  # fmt: skip
+    own = [None if generator is None else generator.get_state() for generator in generators]
+    return random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state(), own
 
 
-def put_back(snapshot: Snapshot, generators: Sequence[torch.Generator] = ()) -> None:
+def put_back(snapshot: Snapshot, generators: Sequence[torch.Generator | None] = ()) -> None:
     """Set the random states to those of a snapshot."""
     python, theirs, state, own = snapshot
     random.setstate(python)
     numpy.random.set_state(theirs)
     torch.set_rng_state(state)
     for generator, saved in zip(generators, own, strict=False):
-        generator.set_state(saved)
+        if generator is not None and saved is not None:
+            generator.set_state(saved)
 
 
 def same_states(first: Snapshot, second: Snapshot) -> bool:
@@ -94,7 +94,7 @@ def check_snapshot(plain: Any) -> None:
     try:
         snapshot = decode_snapshot(plain)
         random.Random().setstate(snapshot[0])
-        for state in (snapshot[2], *snapshot[3]):
+        for state in (snapshot[2], *(state for state in snapshot[3] if state is not None)):
             check_generator_state(torch.Generator(), {"kind": "torch", "state": state})
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"the random states in the saved position of a loader cannot be read ({error!r})") from None
