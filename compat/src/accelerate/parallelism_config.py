@@ -109,6 +109,11 @@ class ParallelismConfig(_ParallelismConfig):
             raise ConfigError(f"{parallelism}_size={size!r}: a size is a whole number from 1")
         setattr(self, f"{parallelism}_size", size)
 
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes of the mesh that fully_shard is given, as `build_device_mesh` names them: replicas, and those that shard as one."""
+        return [*(["dp_replicate"] if self.dp_replicate_enabled else []), *(["dp_shard_cp"] if self.dp_shard_cp_dim_names else [])]
+
     def _get_mesh(self) -> Any:
         """Return the names and the sizes of the axes that are larger than 1, in the order of the mesh; () for none."""
         order = {axis: place for place, axis in enumerate(("dp_replicate", "dp_shard", "cp", "sp", "tp"))}
