@@ -215,6 +215,30 @@ def test_a_model_that_was_not_prepared_is_not_averaged(ranks: Any) -> None:
     assert first["weights"] != second["weights"]
 
 
+def wait_too_long() -> list[str]:
+    """One process stays away from a collective: the other gives up after the time that the script gave."""
+    import time
+    from datetime import timedelta
+
+    from accelerate import Accelerator, InitProcessGroupKwargs, utils
+
+    rank = begin().process_index
+    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=1))])
+    began = time.monotonic()
+    try:
+        if rank == 1:
+            utils.gather_object([1])
+        else:
+            time.sleep(3)
+    except RuntimeError as error:
+        return [type(error).__name__, str(time.monotonic() - began < 2.9)]
+    return []
+
+
+def test_a_timeout_counts_for_the_functions_of_utils_too(ranks: Any) -> None:
+    assert ranks(2).run(wait_too_long) == [[], ["WaitTimeoutError", "True"]]
+
+
 def average_now_and_then() -> list[float]:
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD

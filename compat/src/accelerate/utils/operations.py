@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accelerate._forwarding import forward_names
-from slipstream.distributed import functional, pytree
+from slipstream.distributed import collectives, pytree
 from slipstream.distributed.current import current
 from slipstream.errors import DistributedOperationException
 
@@ -27,7 +27,7 @@ _forwarded, __getattr__, __dir__ = forward_names(
         "accelerate.utils.dataclasses": "DistributedType TensorInformation",
         "accelerate.utils.imports": "is_npu_available is_torch_distributed_available is_torch_xla_available",
         "accelerate.utils.versions": "is_torch_version",
-        "slipstream.utils": """CannotPadNestedTensorWarning ConvertOutputsToFp32 broadcast_object_list
+        "slipstream.utils": """CannotPadNestedTensorWarning ConvertOutputsToFp32
             convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_device gather_tensor_shape get_data_structure
             get_shape honor_type ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information
             is_torch_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors""",
@@ -35,6 +35,7 @@ _forwarded, __getattr__, __dir__ = forward_names(
 )
 __all__ = sorted(
     ["DistributedOperationException", "GatheredParameters", "TENSOR_INT_TO_DTYPE", "TENSOR_TYPE_TO_INT", "broadcast", "chained_operation"]
+    + ["broadcast_object_list"]
     + ["concatenate", "find_batch_size", "gather", "gather_object", "is_torch_xpu_tensor", "pad_across_processes", "reduce"]
     + ["verify_operation", *_forwarded]
 )
@@ -76,7 +77,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
         name = f"{function.__module__}.{function.__name__}"
-        shapes = functional.gather_object([pytree.get_shape(tensor)])
+        shapes = _call(collectives.gather_objects, pytree.get_shape(tensor))
         if any(shape != shapes[0] for shape in shapes):
             listed = "\n".join(f"  - Process {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise DistributedOperationException(f"{name} was called with different shapes on the processes:\n{listed}")
@@ -106,6 +107,14 @@ def _is_alone() -> bool:
     return current().process.world_size == 1
 
 
+def _call(collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a collective with the limits of the shared state: those of `InitProcessGroupKwargs(timeout=...)`, if a script gave some."""
+    from accelerate.state import PartialState
+
+    state = PartialState()
+    return collective(state._channel(), state._limits, *arguments, **options)
+
+
 @verify_operation
 def gather(tensor: Any) -> Any:
     """Return the data of all processes, tensors joined along the first dimension; with one process, the data itself.
@@ -113,7 +122,7 @@ def gather(tensor: Any) -> Any:
     >>> gather({"ids": torch.tensor([1, 2])})
     {'ids': tensor([1, 2])}
     """
-    return tensor if _is_alone() else functional.gather(tensor)
+    return tensor if _is_alone() else _call(collectives.gather, tensor)
 
 
 def gather_object(object: Any) -> Any:
@@ -122,13 +131,19 @@ def gather_object(object: Any) -> Any:
     >>> gather_object(["a", "b"])
     ['a', 'b']
     """
-    return object if _is_alone() else functional.gather_object(object)
+    return object if _is_alone() else _call(collectives.gather_objects, object, flat=isinstance(object, (list, tuple)))
 
 
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return the data of one process on all of them; all pass the same structure, types and shapes."""
-    return tensor if _is_alone() else functional.broadcast(tensor, from_process)
+    return tensor if _is_alone() else _call(collectives.broadcast, tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Write the list of one process into the list that was passed, on all of them, and return it."""
+    object_list[:] = _call(collectives.broadcast_objects, object_list, from_process)
+    return object_list
 
 
 @verify_operation
@@ -138,7 +153,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     >>> reduce(torch.ones(2), "sum", scale=2.0)
     tensor([2., 2.])
     """
-    return functional.reduce(tensor, reduction, scale)
+    return _call(collectives.reduce, tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -157,7 +172,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
             return tensor
         if not hasattr(leaf, "shape"):
             raise TypeError(f"pad_across_processes takes nested tensors, but there is a {type(leaf).__name__} in the data")
-    return tensor if _is_alone() else functional.pad_across_processes(tensor, dim, pad_index, pad_first)
+    return tensor if _is_alone() else _call(collectives.pad, tensor, dim, pad_index, pad_first)
 
 
 # -- nested data --------------------------------------------------------------------------------------------------------

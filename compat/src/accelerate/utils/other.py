@@ -28,16 +28,25 @@ _forwarded, __getattr__, __dir__ = forward_names(
             convert_bytes get_free_port get_model_tp_size
             get_module_children_bottom_up get_pretty_name has_compiled_regions has_repeated_blocks
             is_compiled_module is_port_in_use is_repeated_blocks merge_dicts model_has_dtensor
-            recursive_getattr wait_for_everyone""",
+            recursive_getattr""",
     },
 )
-__all__ = sorted(["TORCH_SAFE_GLOBALS", "compile_regions", "compile_regions_deepspeed", "extract_model_from_parallel", *_forwarded])
+__all__ = sorted(
+    ["TORCH_SAFE_GLOBALS", "compile_regions", "compile_regions_deepspeed", "extract_model_from_parallel", "wait_for_everyone", *_forwarded]
+)
 
 TORCH_SAFE_GLOBALS: list[Any] = []
 """Further classes that `load` may rebuild from a pickle; Slipstream's own list is fixed, and this one is empty."""
 
 _TWIN_OF = "_orig_mod"
 """The attribute by which a model that is compiled by region, as one of `torch.compile`, knows the model that it was made from."""
+
+
+def wait_for_everyone() -> None:
+    """Return when every process has called it."""
+    from accelerate.state import PartialState
+
+    PartialState().wait_for_everyone()
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
