@@ -69,6 +69,14 @@ def test_left_alone(config: str, targets: str, expected: str) -> None:
     assert any(expected in note.text and note.line == 3 for note in migration.notes)
 
 
+def test_device_of_the_engine() -> None:
+    """`.to(engine.local_rank)` names a device; elsewhere it is the rank. Quotation marks inside of an f-string are the other ones."""
+    start = "import deepspeed\nengine, _, _, _ = deepspeed.initialize(model=net, optimizer=opt, config={})\n"
+    new = migrate_text(start + 'x = x.to(engine.local_rank)\nprint(engine.local_rank, f"{engine.get_lr()}")\n').new
+    rates = "[group['lr'] for group in optimizer.param_groups]"
+    assert new.endswith(f'x = x.to(accelerator.device)\nprint(accelerator.local_process_index, f"{{{rates}}}")\n')
+
+
 def test_broken_configuration(tmp_path: Path) -> None:
     """A JSON file that cannot be read is an error that names it."""
     (tmp_path / "ds.json").write_text("{,}")

@@ -224,6 +224,9 @@ class _EngineRules:
             "train_micro_batch_size_per_gpu": self._micro_batch,
             "get_lr": self._learning_rate,
         }
+        parent = self.script.parents[node]
+        if node.attr == "local_rank" and self.script.is_call(parent, ".to"):
+            return  # a device: the rules of processes change it
         if node.attr in state:
             self.rewriter.replace(node, self.placement.need(node, state=True), f".{state[node.attr]}", reason=_ENGINE)
         elif node.attr == "module":

@@ -241,7 +241,10 @@ class ProcessRules:
                 self.rewriter.replace(node, *self.ask(node, questions[function]), reason=_RANKS)
         elif function == "is_initialized":
             text = "num_processes > 1"
-            self.rewriter.replace(node, "(", *self.ask(node, text), ")", reason="a group exists if there are several processes")
+            parent = self.script.parents[node]
+            binds = isinstance(parent, (ast.UnaryOp, ast.Compare, ast.BinOp, ast.Attribute))
+            parts = ("(", *self.ask(node, text), ")") if binds else self.ask(node, text)
+            self.rewriter.replace(node, *parts, reason="a group exists if there are several processes")
         elif function in ("is_available", "is_nccl_available", "is_gloo_available"):
             return
         elif not self._is_statement(node):
