@@ -80,11 +80,14 @@ $(DROPIN_INSTALLED): $(INSTALLED) compat/pyproject.toml
 	@rm -rf compat/build
 	@touch $@
 
-# The drop-in is installed before its clients, so that pip finds the `accelerate` that they require.
+# The drop-in is installed before its clients, so that pip finds the `accelerate` that they require. The original goes to a folder that only
+# the programs that are compared with it have on their path.
 $(ECOSYSTEM_INSTALLED): pyproject.toml constraints.txt compat/pyproject.toml compat/tests/ecosystem/requirements.txt
 	test -x $(ECOSYSTEM)/python || $(PYTHON) -m venv .venv-ecosystem
 	$(ECOSYSTEM)/$(PIP) -e . -e ./compat
 	$(ECOSYSTEM)/$(PIP) -r compat/tests/ecosystem/requirements.txt
+	rm -rf .venv-ecosystem/original
+	$(ECOSYSTEM)/$(PIP) --no-deps --target .venv-ecosystem/original accelerate==1.15.0
 	$(ECOSYSTEM)/$(PIP) --no-deps --upgrade --target .venv-ecosystem/accelerate accelerate==1.15.0
 	@touch $@
 
