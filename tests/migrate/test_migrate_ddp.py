@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.migrate.migration import migrate_text
+from slipstream.utils import get_free_port
 
 FOLDER = Path(__file__).parent
 SCRIPTS = sorted(path.stem for path in (FOLDER / "scripts").glob("ddp_*.py"))
@@ -92,7 +93,8 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
 def by_spawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What the original prints that starts its processes by itself."""
     output = str(tmp_path_factory.mktemp("spawned") / "checkpoint.pth.tar")
-    return {"ddp_spawn": lines_of(run(sys.executable, str(FOLDER / "scripts" / "ddp_spawn.py"), "--output", output))}
+    address = f"tcp://127.0.0.1:{get_free_port()}"
+    return {"ddp_spawn": lines_of(run(sys.executable, str(FOLDER / "scripts" / "ddp_spawn.py"), "--output", output, "--dist-url", address))}
 
 
 @pytest.fixture(scope="module")
