@@ -46,6 +46,9 @@ class BatchSamplerShard(BatchSampler):
     [[2, 3], [6]]
     """
 
+    is_share_of_batches = True
+    """Read by Slipstream where it describes the data of a run."""
+
     def __init__(
         self,
         batch_sampler: BatchSampler,

@@ -109,6 +109,8 @@ def describe_loader(loader: PreparedLoader) -> dict[str, Any]:
     dataset = original.dataset
     stream = isinstance(dataset, IterableDataset)
     batch_sampler = original.batch_sampler
+    while getattr(batch_sampler, "is_share_of_batches", False):  # of the drop-in: what is described is the same on any number of processes
+        batch_sampler = batch_sampler.batch_sampler
     own_batches = batch_sampler is not None and torch_sampler_kind(batch_sampler) != "BatchSampler"
     sampler = None if stream else batch_sampler if own_batches else getattr(batch_sampler, "sampler", original.sampler)
     drop_last = bool(getattr(batch_sampler, "drop_last", original.drop_last))
