@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.big_models.device_map.partition import find_offload_blocks, is_called
+from slipstream.big_models.device_map.sizes import find_tied_parameters, retie_parameters
 from slipstream.big_models.device_map.validation import HOST, ResolvedDeviceMap, format_names
 from slipstream.big_models.dispatch import Dispatcher, choose_execution_device, find_dispatch_blocks, has_offloaded_modules
 from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, add_hook_to_module, get_hooks
@@ -161,7 +162,9 @@ def dispatch_layers(
         if has_offloaded_modules(model) or any(slot.tensor.is_meta for slot in find_slots(model, recurse=True)):
             LayerDispatcher(model, targets, {}, **{**options, "offload_buffers": False, "skip_keys": None}).move()
         else:
+            tied = find_tied_parameters(model)
             model.to(targets.single)
+            retie_parameters(model, tied)  # where torch cannot change a parameter in place (an NPU), each name has its own copy now
         return model
     layers = find_dispatch_blocks(model, targets, _SMALLEST, whole)
     stay_whole = {*whole, *(getattr(model, "_no_split_modules", None) or ())}

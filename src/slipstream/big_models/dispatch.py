@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.big_models.device_map.partition import LARGEST_BLOCK, find_composite, find_offload_blocks, is_called, parameter_identity
 from slipstream.big_models.device_map.plan import PREFETCHED_BLOCKS
+from slipstream.big_models.device_map.sizes import find_tied_parameters, retie_parameters
 from slipstream.big_models.device_map.validation import (
     DISK,
     HOST,
@@ -516,7 +517,9 @@ def dispatch_checked(
         if has_offloaded_modules(model) or any(slot.tensor.is_meta for slot in slots):
             Dispatcher(model, targets, {}, **{**options, "offload_buffers": False, "skip_keys": None}).move()
         elif any(slot.tensor.device != targets.single for slot in slots):
+            tied = find_tied_parameters(model)
             model.to(targets.single)
+            retie_parameters(model, tied)  # where torch cannot change a parameter in place, each name has a copy of its own now
     else:
         most = _limit(limit, device_map)
         stay_whole = {*whole, *getattr(device_map, "whole", ()), *(getattr(model, "_no_split_modules", None) or ())}
