@@ -177,6 +177,7 @@ VARIABLES: dict[str, tuple[str, Callable[[], object], object]] = {
     "ACCELERATE_DYNAMO_USE_DYNAMIC": ("1", lambda: TorchDynamoPlugin(backend="eager").dynamic, True),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("1", lambda: TorchDynamoPlugin(backend="eager").use_regional_compilation, True),
     "ACCELERATE_USE_FSDP": ("true", lambda: type(make().state.fsdp_plugin), FullyShardedDataParallelPlugin),
+    "ACCELERATE_MEAN_OF_WINDOW": ("false", lambda: make()._mean_of_window, False),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("true", lambda: type(make().parallelism_config), accelerate.ParallelismConfig),
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": ("3", lambda: accelerate.ParallelismConfig().dp_replicate_size, 3),
     "PARALLELISM_CONFIG_CP_SIZE": ("2", lambda: accelerate.ParallelismConfig().cp_size, 2),

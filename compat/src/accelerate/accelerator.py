@@ -3,7 +3,8 @@
 What differs from `slipstream.Accelerator` on purpose: the states are shared by all Accelerators of a process (`state.py`); schedulers
 move once per process and update; arguments that have no effect in the chosen setting are warned about instead of refused, because scripts
 written for Accelerate pass them everywhere. Further keyword arguments are those of `slipstream.Accelerator`, and `mean_of_window=False`:
-losses of a last window with fewer batches are divided by the configured number, as in Accelerate, and not by that of its batches.
+losses of a last window with fewer batches are divided by the configured number, as in Accelerate, and not by that of its batches
+(ACCELERATE_MEAN_OF_WINDOW=false says so for scripts that stay as they are).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Accelerator(CheckpointsMixin, DataMixin, TrackersMixin, LoopMixin, Engines
         self._models: list[torch.nn.Module] = []
         self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
         warn_of_newer_clients()
-        self._mean_of_window = bool(options.pop("mean_of_window", True))
+        self._mean_of_window = bool(options.pop("mean_of_window", parse_flag_from_env("ACCELERATE_MEAN_OF_WINDOW", True)))
         handlers = list(kwargs_handlers or ())
         self._refuse_engines(handlers, deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin)
         init = next((handler for handler in handlers if isinstance(handler, InitProcessGroupKwargs)), None)
