@@ -258,6 +258,63 @@ def test_estimate_memory_of_a_local_model(tmp_path, capsys):
     assert rows[0][2] == pytest.approx(8 * rows[1][2])
 
 
+CUSTOM_MODEL = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(10, 10, bias=False)
+        self.post_init()
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_estimate_memory_runs_code_only_if_told(tmp_path, monkeypatch):
+    """Code that comes with a model runs with `--trust_remote_code` alone."""
+    from accelerate.commands.estimate import estimate_command_parser, gather_data
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda _: "n")
+    (tmp_path / "own_model.py").write_text(CUSTOM_MODEL)
+    shape = {"model_type": "own", "architectures": ["OwnModel"]}
+    homes = {"AutoConfig": "own_model.OwnConfig", "AutoModel": "own_model.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "auto_map": homes}))
+    words = [str(tmp_path), "--dtypes", "float32"]
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        gather_data(estimate_command_parser().parse_args(words))
+    (row,) = gather_data(estimate_command_parser().parse_args([*words, "--trust_remote_code"]))
+    assert row[2] == 400
+
+
+def test_tpu_config_reads_files(tmp_path, capsys):
+    """The pod and the commands come from files where they are not given."""
+    from accelerate.commands.tpu import tpu_command_launcher, tpu_command_parser
+
+    (tmp_path / "config.yaml").write_text("{distributed_type: 'NO', tpu_name: pod, tpu_zone: here, commands: [ls]}")
+    (tmp_path / "commands.sh").write_text("echo 1\necho 2\n")
+    words = ["--config_file", str(tmp_path / "config.yaml"), "--debug"]
+    tpu_command_launcher(tpu_command_parser().parse_args(words))
+    assert "ssh pod --zone here --command cd /usr/share; ls --worker all" in capsys.readouterr().out
+    tpu_command_launcher(tpu_command_parser().parse_args([*words, "--command_file", str(tmp_path / "commands.sh"), "--tpu_name", "other"]))
+    assert "ssh other --zone here --command cd /usr/share; echo 1; echo 2 --worker all" in capsys.readouterr().out
+
+
+def test_env_shows_a_file(tmp_path, capsys):
+    """`accelerate env --config_file` shows that file, and `accelerate config default` writes one."""
+    path = str(tmp_path / "config.yaml")
+    args = get_parser().parse_args(["config", "default", "--config_file", path, "--mixed_precision", "bf16"])
+    args.func(args)
+    args = get_parser().parse_args(["env", "--config_file", path])
+    args.func(args)
+    assert "- mixed_precision: bf16" in capsys.readouterr().out
+
+
 def test_tpu_config_shows_its_command(capsys):
     """`accelerate tpu-config --debug` prints what gcloud would run, and runs nothing."""
     from accelerate.commands.tpu import tpu_command_launcher, tpu_command_parser
