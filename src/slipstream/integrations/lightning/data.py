@@ -178,13 +178,13 @@ class ShardedLoader(DataLoader[Any]):
 
     def rank_items(self) -> Iterator[Any]:
         """Yield what this rank reads of the pass that begins: lists of positions, or positions where batching is off."""
-        order, rank, ranks = self._order(), self.rank, self.world_size
+        order, rank, ranks, has_batches = self._order(), self.rank, self.world_size, self._has_batches
         for begin, stop in self._spans(self._position):
             own = order[begin + rank : stop : ranks]
             missing = (rank - stop + begin) % ranks
             if (stop - begin) % ranks and len(own) == (stop - begin) // ranks and (not own or self._policy() == "pad"):
                 own = [*own, order[missing % len(order)]]  # the sample that Lightning's sampler repeats here
-            yield own if self._has_batches else own[0]
+            yield own if has_batches else own[0]
 
     def __len__(self) -> int:
         """Return how many batches a whole pass has, the same on every rank."""

@@ -139,9 +139,10 @@ class SlipstreamFabricStrategy(StrategyMixin, ParallelStrategy):  # type: ignore
 
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass, watched and reduced by us."""
-        self.precision.pre_backward(tensor, module)
-        self.runtime.backward(tensor, partial(self.precision.backward, tensor, module, *args, **kwargs))
-        self.precision.post_backward(tensor, module)
+        precision = self.precision
+        precision.pre_backward(tensor, module)
+        self.runtime.backward(tensor, partial(precision.backward, tensor, module, *args, **kwargs))
+        precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, after a check that gradients are averaged."""
