@@ -275,6 +275,21 @@ def test_processes_join_with_different_numbers_of_batches(ranks: Any) -> None:
     assert list(ranks(2).run(uneven)) == [([0.0, 2.0, 4.0], [0.0, 2.0, 4.0]), ([1.0, 3.0], [1.0, 3.0, 0.0])]
 
 
+def read_on_mesh(shape: tuple[int, int]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    accelerator = fresh()
+    accelerator.wait_for_everyone()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
+    return listed(prepare_data_loader(DataLoader(range(8), batch_size=2), torch_device_mesh=mesh))
+
+
+def test_processes_of_one_replica_read_the_same(ranks: Any) -> None:
+    whole = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(ranks(2).run(read_on_mesh, (1, 2))) == [whole, whole]
+    assert list(ranks(2).run(read_on_mesh, (2, 1))) == [whole[0::2], whole[1::2]]
+
+
 def ragged(kind: str) -> Any:
     accelerator = fresh(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     loader = DataLoader([[number] * (number + 1) for number in range(4)], batch_size=1, collate_fn=lambda rows: torch.tensor(rows))
