@@ -367,6 +367,33 @@ def test_a_run_continues_exactly(ranks: Any, tmp_path: Path, world: int, options
         assert weights_after == weights
 
 
+def read_noise(load: str | None, save: str, at: int, skip: int, options: dict[str, Any], resume: bool) -> list[Any]:
+    accelerator = fresh(dataloader_config=DataLoaderConfiguration(**options))
+    set_seed(50 if load else 3)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Noisy(), batch_size=2, shuffle=True))
+    if load:
+        accelerator.load_state(load, resume=resume)
+    seen = []
+    for epoch in range(1 if load else 0, 3):
+        done = skip if load and epoch == 1 else 0
+        for step, batch in enumerate(accelerator.skip_first_batches(loader, done) if done and not resume else loader, start=done):
+            accelerator.backward(model(batch).sum())
+            seen.append((epoch, step, batch.tolist(), torch.rand(()).item()))
+            if (epoch, step + 1) == (1, at):
+                accelerator.save_state(save)
+    return seen
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
+def test_a_continued_run_continues_again(tmp_path: Path, options: dict[str, Any], resume: bool) -> None:
+    """Also in a process that was seeded otherwise: the seed of a seedable sampler is part of the checkpoint."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    whole = read_noise(None, first, 2, 0, options, resume)
+    for load, save, skip, at in ((first, second, 2, 4), (second, str(tmp_path / "third"), 4, 5)):
+        assert read_noise(load, save, at, skip, options, resume) == [entry for entry in whole if entry[:2] >= (1, skip)]
+
+
 def read_order(folder: str, size: int, resumes: bool) -> list[int]:
     accelerator = fresh()
     set_seed(11 if resumes else 3)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate._batch_sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
+    SeedableRandomSampler,
     SkipBatchSampler,
     find_batch_sampler,
     find_sampler_holder,
@@ -177,6 +178,12 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
     @property
     def _non_blocking(self) -> bool:
         return self.non_blocking
+
+    @property
+    def seed(self) -> int:
+        """The seed of a sampler whose order is a function of seed and epoch; otherwise 0."""
+        sampler = self.get_sampler()
+        return sampler.initial_seed % 2**64 if isinstance(sampler, SeedableRandomSampler) else 0
 
     @property
     def remainder(self) -> int:  # type: ignore[override]
@@ -436,7 +443,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         with kept_random_states():  # the batch that was read ahead drew from these states
             put_back(ahead if isinstance(ahead, tuple) else decode_snapshot(ahead))
             first = list(islice(reader, self._reads))
-        return chain(first, reader)
+        return _handed_over(first, reader)
 
     _reads = 1
     """Batches of the base loader that are read for one batch of this loader."""
@@ -450,7 +457,7 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
             first = list(islice(reader, head))
             for _ in islice(reader, max(0, skip - head)):
                 pass
-            return chain(first, reader)
+            return _handed_over(first, reader)
         which = "sampler" if base.batch_sampler is None else "batch_sampler"
         original = getattr(base, which)
         if hasattr(original, "state_dict") and self.use_stateful_dataloader:  # a sampler of torchdata, which was given its state
@@ -504,6 +511,8 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         PreparedLoader.load_state_dict(self, state, resume=resume)
         loaded, left = self._epochs.loaded, self._epochs.left
         assert loaded is not None
+        if isinstance(sampler := self.get_sampler(), SeedableRandomSampler):
+            sampler.initial_seed = state["seed"]
         if left is not None:
             left.sampler_start = loaded.extra.get("order")
         if loaded.left and not loaded.ended and not self._is_over(loaded):
@@ -595,6 +604,13 @@ class _RedrawnOrder:
 
     def __len__(self) -> int:
         return max(0, len(self._inner) - self._skip)
+
+
+def _handed_over(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """Yield all, and keep no reference: a batch that is alive counts as one that the script has yet to train on."""
+    while first:
+        yield first.pop(0)
+    yield from rest
 
 
 def _encoded(snapshot: Any) -> dict[str, Any]:

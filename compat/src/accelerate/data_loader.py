@@ -35,7 +35,7 @@ from slipstream.distributed import collectives
 from slipstream.distributed.gradient_state import LoaderPass
 from slipstream.distributed.scatter import agree_or_raise, scatter
 from slipstream.errors import ConfigError
-from slipstream.utils import concatenate, find_batch_size, slice_tensors
+from slipstream.utils import concatenate, find_batch_size, recursively_apply, slice_tensors
 
 _forwarded, __getattr__, __dir__ = forward_names(
     __name__,
@@ -229,7 +229,8 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             following = next(rounds, None)
             if following is None and self.dl_state_dict is not None:
                 self.dl_state_dict["_iterator_finished"] = True
-            self._first_round = self._first_round or present
+            if not self._first_round and self.data_rank.world_size > 1 and not self._drop_last:  # a copy: the script decides how long
+                self._first_round = [recursively_apply(torch.clone, batch) for batch in present]  # a batch lives
             yield self._cut(present, last=following is None)
             present = following
 
