@@ -86,16 +86,30 @@ def best(folder: str) -> dict[str, Any]:
     return summarize(trainer, best=trainer.state.best_metric, loss=loss, checkpoint=trainer.state.best_model_checkpoint[-1])
 
 
-def adapter(folder: str) -> dict[str, Any]:
+def adapter(folder: str, **config: Any) -> dict[str, Any]:
     """LoRA: sharded, and only the adapter is saved."""
     from peft import LoraConfig, get_peft_model
+    from safetensors import safe_open
 
     def make_model() -> Any:
         model = gpt2()
         torch.manual_seed(11)
         return get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
 
-    return saved_and_resumed(folder, {"state_dict_type": "SHARDED_STATE_DICT"}, make_model)
+    report = saved_and_resumed(folder, {"state_dict_type": "SHARDED_STATE_DICT", **config}, make_model)
+    names: set[str] = set()
+    for name in report["files"]:
+        if name.startswith("pytorch_model_fsdp_0/"):
+            with safe_open(f"{folder}/checkpoint-3/{name}", "pt") as opened:
+                names |= set(opened.keys())
+    return {**report, "names": sorted(names)}
+
+
+def adapter_version_1(folder: str) -> dict[str, Any]:
+    """The same as it was written for FSDP1: Trainer changes the policy of the plugin after the Accelerator was made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return adapter(folder, version=1)
 
 
 def other_kind(folder: str) -> dict[str, Any]:
@@ -124,8 +138,11 @@ def plain_sharded(folder: str) -> dict[str, Any]:
 
 CASES = {
     case.__name__: case
-    for case in (full, sharded, sharded_for_accelerate, version_1, version_1_sharded, best, adapter, other_kind, whole, plain_sharded)
-}
+    for case in (
+        full, sharded, sharded_for_accelerate, version_1, version_1_sharded, best, adapter, adapter_version_1, other_kind, whole,
+        plain_sharded,
+    )
+}  # fmt: skip
 
 if __name__ == "__main__":
     run_cases(CASES if WORLD > 1 else {"whole": whole})
