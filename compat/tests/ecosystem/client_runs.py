@@ -45,7 +45,7 @@ def run_program(
     with tempfile.TemporaryDirectory() as own:
         variables = {
             "CASE_FOLDER": folder or own, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error",
-            "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
+            "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "REPORT_FOLDER": own,
         }  # fmt: skip
         if real:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [REAL, os.environ.get("PYTHONPATH")]))
@@ -54,15 +54,15 @@ def run_program(
         ended = subprocess.run(
             words, env={**os.environ, **variables}, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=400, cwd=own
         )
+        lines = [line for file in sorted(Path(own).glob("rank*.jsonl")) for line in file.read_text().splitlines()]
     if ended.returncode:
         output = f"{ended.stdout}\n{ended.stderr}"
         pytest.fail(f"`{' '.join(words)}` ended with exit code {ended.returncode} and wrote:\n{output}", pytrace=False)
     reports: Reports = {}
-    for line in ended.stdout.splitlines():
-        if (at := line.find("CASE {")) >= 0:
-            report = json.loads(line[at + 5 :])
-            if "error" not in reports.get(report["case"], {}):
-                reports[report["case"]] = report
+    for line in lines:
+        report = json.loads(line)
+        if "error" not in reports.get(report["case"], {}):
+            reports[report["case"]] = report
     return reports
 
 

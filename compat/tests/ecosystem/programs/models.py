@@ -155,11 +155,20 @@ def weigh(model: torch.nn.Module) -> float:
 
 
 def run_cases(cases: dict[str, Callable[[str], dict[str, Any]]]) -> None:
-    """Run the cases named on the command line, or all, each in its folder below CASE_FOLDER; rank 0 prints a line of JSON for each."""
+    """Run the cases named on the command line, or all, each in its folder below CASE_FOLDER.
+
+    Rank 0 writes a line of JSON for each, and every rank one for each error: to a file of its own in REPORT_FOLDER, else to its output.
+    """
+    folder = os.environ.get("REPORT_FOLDER")
     for name in sys.argv[1:] or list(cases):
         try:
             report = cases[name](os.path.join(os.environ["CASE_FOLDER"], name))
         except Exception as error:  # one case must not keep the others from running; the test shows the traceback
             report = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         if RANK == 0 or "error" in report:
-            print("CASE " + json.dumps({"case": name, "rank": RANK, **report}), flush=True)
+            line = json.dumps({"case": name, "rank": RANK, **report})
+            if folder is None:
+                print(line, flush=True)
+            else:
+                with open(os.path.join(folder, f"rank{RANK}.jsonl"), "a") as file:
+                    file.write(line + "\n")
