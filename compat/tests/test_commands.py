@@ -230,6 +230,35 @@ def test_wrong_input_is_a_message(accelerate_command):
     assert "Traceback" not in ended.stderr
 
 
+def test_failures_of_commands_are_messages(accelerate_command, tmp_path):
+    """A model that is not there, a questionnaire without answers and a check that fails end without a traceback."""
+    (tmp_path / "bad.yaml").write_text("mixed_precison: bf16\n")
+    cases = [
+        (["estimate-memory", str(tmp_path)], 2, "estimate-memory"),
+        (["config", "--config_file", str(tmp_path / "new.yaml")], 2, "accelerate config default"),
+        (["test", "--config_file", str(tmp_path / "bad.yaml")], 1, "the check failed"),
+    ]
+    for words, code, text in cases:
+        ended = subprocess.run([accelerate_command, *words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert (ended.returncode, text in ended.stderr, "Traceback" in ended.stderr) == (code, True, False), ended.stderr
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_a_hub_out_of_reach_is_told_from_a_missing_model(monkeypatch):
+    """The client of the hub raises errors of its HTTP package, which are no OSErrors."""
+    hub = pytest.importorskip("huggingface_hub")
+    from accelerate.commands.estimate import verify_on_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise base("no route")
+
+    monkeypatch.setattr(hub, "model_info", refuse)
+    assert verify_on_hub("some/model") == "gated"
+
+
 def test_help_imports_no_torch():
     """Parsing a command line costs no import of torch."""
     code = "import sys; from accelerate.commands.accelerate_cli import get_parser; get_parser(); sys.exit('torch' in sys.modules)"

@@ -57,18 +57,20 @@ class TrackersMixin:
             super().log(values, step, self._known_only("log_kwargs", log_kwargs))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name, or with `unwrap` the object of the package; on other processes, one that does nothing."""
+        """Return a tracker by its name, or with `unwrap` its object; on other processes, or if none runs, one that does nothing."""
         wanted = str(getattr(name, "value", name))
         for tracker in self.trackers:
             if tracker.name == wanted:
                 return tracker.tracker if unwrap else tracker
-        if not self.is_main_process:
+        if not self.trackers and self.is_main_process:  # scripts ask for a tracker that the user did not choose, as in Accelerate
+            warnings.warn(f"get_tracker({wanted!r}): no tracker runs, so it does nothing; see log_with and init_trackers", stacklevel=2)
+        if not self.trackers or not self.is_main_process:
             from slipstream.observability.trackers.base import NullTracker
 
             return NullTracker(wanted)
         from slipstream.errors import ConfigError
 
-        running = ", ".join(tracker.name for tracker in self.trackers) or "none; call init_trackers first"
+        running = ", ".join(tracker.name for tracker in self.trackers)
         raise ConfigError(f"get_tracker({wanted!r}): this Accelerator has no such tracker; running: {running}")
 
     def end_training(self) -> None:

@@ -24,15 +24,17 @@ _SHRINK = {"float32": 1, "float16": 2, "bfloat16": 2, "fp8": 4, "int8": 4, "int4
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
     """Return what the hub knows about a model: "gated" if it needs an account, or the hub is out of reach; "repo" if there is none."""
     from huggingface_hub import model_info
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
+    # The errors of a connection have the base of the HTTP package that the hub's client is built on, besides OSError in older ones.
+    unreachable = tuple(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
     try:
         return model_info(repo, token=token)
     except GatedRepoError:
         return "gated"
     except RepositoryNotFoundError:
         return "repo"
-    except OSError:
+    except (OSError, *unreachable):
         return "gated"
 
 
@@ -189,11 +191,16 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print the table."""
+    """Print the table; a model that cannot be built is a ConfigError, which the command prints as a message."""
     from accelerate.utils.other import convert_bytes
+    from slipstream.errors import ConfigError
 
+    try:
+        data = gather_data(args)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"estimate-memory {args.model_name}: {error}") from error
     rows = []
-    for dtype, largest, total, training in gather_data(args):
+    for dtype, largest, total, training in data:
         needed = max(training.values())
         rows.append([dtype, convert_bytes(largest), convert_bytes(total), "N/A" if needed < 0 else convert_bytes(needed)])
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
@@ -202,7 +209,9 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the command `accelerate-estimate-memory`."""
-    estimate_command(estimate_command_parser().parse_args())
+    from accelerate.commands.accelerate_cli import run_and_report
+
+    raise SystemExit(run_and_report(estimate_command, estimate_command_parser().parse_args()))
 
 
 if __name__ == "__main__":

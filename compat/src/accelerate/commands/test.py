@@ -23,19 +23,24 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Run the script, and say how it went; a failure raises with the output."""
+    """Run the script, and say how it went; a failure, whose output has been shown, ends the command with a message."""
     from accelerate.test_utils.testing import execute_subprocess_async, path_in_accelerate_package
+    from slipstream.errors import SlipstreamError
 
     script = path_in_accelerate_package("test_utils", "scripts", "test_script.py")
     options = [] if args.config_file is None else [f"--config_file={args.config_file}"]
-    result = execute_subprocess_async([sys.executable, "-m", "accelerate.commands.launch", *options, str(script)])
-    if result.returncode == 0:
-        print("Everything that was checked works.")
+    try:
+        execute_subprocess_async([sys.executable, "-m", "accelerate.commands.launch", *options, str(script)])
+    except RuntimeError as error:
+        raise SlipstreamError("test: the check failed; its output is above.") from error
+    print("Everything that was checked works.")
 
 
 def main() -> None:
     """Run the command."""
-    test_command(test_command_parser().parse_args())
+    from accelerate.commands.accelerate_cli import run_and_report
+
+    raise SystemExit(run_and_report(test_command, test_command_parser().parse_args()))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,15 @@ def _ask_field(
 ) -> Any:
     """Ask until the answer can be converted; an empty answer is the default, if there is one."""
     while True:
-        answer = input(input_text)
+        try:
+            answer = input(input_text)
+        except EOFError:
+            from slipstream.errors import ConfigError
+
+            raise ConfigError(
+                "config: there are no more answers on the standard input, and nothing was written. "
+                "Run it in a terminal, or write a file without questions: `accelerate config default`."
+            ) from None
         if answer == "" and default is not None:
             return default
         try:
