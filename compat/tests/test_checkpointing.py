@@ -110,6 +110,11 @@ def test_bin_files_beside_the_own_format(tmp_path):
     accelerator.load_state(tmp_path / "saved")
 
 
+def test_missing_folder_is_a_value_error(tmp_path):
+    with pytest.raises(ValueError, match="there is no checkpoint"):
+        Accelerator(cpu=True).load_state(tmp_path / "missing")
+
+
 def test_numbering_and_limit(tmp_path):
     """Automatic names count from 0 in either format, and the oldest go; without a folder the newest is loaded."""
     for form in FORMATS:

@@ -180,7 +180,7 @@ def test_strategy_numbers(number: str, reshard: bool) -> None:
     [
         ("backward_prefetch", "BACKWARD_PRE"),
         ("forward_prefetch", True),
-        ("use_orig_params", True),
+        ("use_orig_params", False),
         ("limit_all_gathers", False),
         ("state_dict_config", object()),
         ("optim_state_dict_config", object()),
@@ -195,13 +195,18 @@ def test_no_effect_said_once(field: str, value: Any) -> None:
     assert len(told) == 1
 
 
+@pytest.mark.parametrize(("field", "value"), [("forward_prefetch", False), ("use_orig_params", True), ("limit_all_gathers", True)])
+def test_what_version_2_does_anyway_needs_no_word(field: str, value: Any) -> None:
+    resolved(FullyShardedDataParallelPlugin(**{field: value}))  # warnings are errors here
+
+
 def test_accelerate_version_1_file() -> None:
     """All keys that `accelerate config` writes for version 1 together give one message and the options of version 2."""
     options: dict[str, Any] = {
         "fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_backward_prefetch": "BACKWARD_PRE",
         "fsdp_use_orig_params": True, "fsdp_forward_prefetch": False, "fsdp_sync_module_states": True,
     }  # fmt: skip
-    with pytest.warns(UserWarning, match="use_orig_params has no effect") as told:
+    with pytest.warns(UserWarning, match="backward_prefetch has no effect") as told:
         found = resolved(**options)
     assert len(told) == 1
     assert found == ShardingOptions(reshard_after_forward=False)
@@ -385,7 +390,7 @@ def test_quiet_without_version_1() -> None:
 
 def test_options_told_once() -> None:
     """Options of version 1 that come from the launcher are named once, however many plugins are made of them."""
-    with patch_environment(fsdp_version=1, fsdp_use_orig_params="true"):
+    with patch_environment(fsdp_version=1, fsdp_use_orig_params="false"):
         plugin = FullyShardedDataParallelPlugin()  # warns not: warnings are errors here
         with pytest.warns(UserWarning, match="fsdp_version=1 became 2.*use_orig_params has no effect"):
             resolve_sharding(plugin, for_worker().sharding, "no")

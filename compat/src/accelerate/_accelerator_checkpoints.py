@@ -12,10 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckpointsMixin", "choose_format"]
+from slipstream.errors import CheckpointError, MissingCheckpointError
+
+__all__ = ["CheckpointsMixin", "NoSuchFolderError", "choose_format"]
 
 _FORMATS = ("slipstream", "accelerate")
 _VARIABLE = "ACCELERATE_CHECKPOINT_FORMAT"
+
+
+class NoSuchFolderError(MissingCheckpointError, ValueError):
+    """`load_state` was given a folder that does not exist: a ValueError, as scripts written for Accelerate expect."""
 
 
 class CheckpointsMixin:
@@ -151,7 +157,12 @@ class CheckpointsMixin:
             given["strict"] = None  # there it is about weights, which are compared in any case
         if given.get("resume") is None:
             given["resume"] = bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
-        path = super().load_state(input_dir, load_kwargs, **given)
+        try:
+            path = super().load_state(input_dir, load_kwargs, **given)
+        except CheckpointError as error:
+            if input_dir is None or os.path.exists(input_dir) or "://" in os.fspath(input_dir):
+                raise
+            raise NoSuchFolderError(str(error)) from error
         self._load_stateful_positions(path, resume=bool(given["resume"]))
         return path
 

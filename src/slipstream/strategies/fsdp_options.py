@@ -50,6 +50,8 @@ _WITHOUT_EFFECT: Final = {
     "state_dict_config": "state_dict_type says it all",
     "optim_state_dict_config": "state_dict_type says it all",
 }
+_AS_VERSION_2: Final = {("limit_all_gathers", True), ("use_orig_params", True), ("forward_prefetch", False)}
+"""Values of such options that ask for nothing: what version 2 does anyway, or no prefetching on top of its own."""
 _DTYPES: Final = {
     **{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
     **{"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64},
@@ -180,7 +182,7 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = "transformer_based_wrap"
         for name, why in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
-            if value is not None and (name, value) != ("limit_all_gathers", True):
+            if value is not None and (name, value) not in _AS_VERSION_2:
                 notes.append(f"{name} has no effect: {why}")
         for name, policy in (("transformer_cls_names_to_wrap", "transformer_based_wrap"), ("min_num_params", "size_based_wrap")):
             if name in given and self.auto_wrap_policy != policy:

@@ -187,6 +187,8 @@ _FSDP_VARIABLES = {
     "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "min_num_params": "FSDP_MIN_NUM_PARAMS",
 }
+_FSDP_UNASKED = {"min_num_params": 100_000_000}
+"""What `accelerate launch` writes for options that nobody gave, and that a warning must not blame on the user."""
 _FSDP_FLAGS = (
     "cpu_offload", "use_orig_params", "sync_module_states", "forward_prefetch", "activation_checkpointing",
     "activation_checkpointing_offload", "cpu_ram_efficient_loading",
@@ -198,11 +200,20 @@ class FullyShardedDataParallelPlugin(_FullyShardedDataParallelPlugin):
     """Shard models over the processes. A field that is None is read from FSDP_* variables; options of version 1 become those of 2."""
 
     def __post_init__(self) -> None:
+        unasked = {}
         for name, variable in _FSDP_VARIABLES.items():
             text = os.environ.get(variable)
-            if getattr(self, name) is None and text not in (None, ""):
-                setattr(self, name, _read_fsdp_option(name, str(text)))
+            if getattr(self, name) is not None or text in (None, ""):
+                continue
+            value = _read_fsdp_option(name, str(text))
+            if value == _FSDP_UNASKED.get(name):
+                unasked[name] = value
+            else:
+                setattr(self, name, value)
         super().__post_init__()
+        for name, value in unasked.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Make the policy of "bf16", "fp16" or a dtype; one that is there is kept without `override`."""
