@@ -19,9 +19,8 @@ from accelerate._unsupported import placeholder_class, placeholder_function, rai
 from slipstream.config.handlers import InitProcessGroupKwargs as _InitProcessGroupKwargs
 from slipstream.config.sources import parse_flag_from_env, str_to_bool
 from slipstream.data.options import DataLoaderConfiguration as _DataLoaderConfiguration
-from slipstream.devices.table import StringEnum
 from slipstream.errors import ConfigError
-from slipstream.parallel.compile import TorchDynamoPlugin as _TorchDynamoPlugin
+from slipstream.parallel.compile import DynamoBackend, TorchDynamoPlugin as _TorchDynamoPlugin
 from slipstream.strategies.ddp_options import DistributedDataParallelKwargs as _DistributedDataParallelKwargs
 from slipstream.strategies.fsdp_options import FullyShardedDataParallelPlugin as _FullyShardedDataParallelPlugin
 
@@ -63,31 +62,6 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
     def list(cls) -> list[str]:
         """Return the values."""
         return [str(member.value) for member in cls]
-
-
-class DynamoBackend(StringEnum):
-    """Backends of `torch.compile` by the names of Accelerate. Members are equal to those of Slipstream, which lacks the last two.
-
-    >>> DynamoBackend.INDUCTOR == "INDUCTOR", str(DynamoBackend.EAGER)
-    (True, 'EAGER')
-    """
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"
 
 
 # -- handlers and options with the defaults of Accelerate ---------------------------------------------------------------
