@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from slipstream.big_models.weight_store.store import (
     open_mapped_file,
 )
 from slipstream.big_models.weight_store.weights import OffloadedWeightsLoader, PrefixedDataset
+from slipstream.devices.table import CPU
 from slipstream.errors import CheckpointError, ConfigError, StateError
 
 SIDE = 512  # a megabyte in float32: more than the kernel maps around a fault
@@ -343,7 +345,7 @@ def test_next_block_copied_ahead(
     """On an accelerator the next block is on its way while one runs."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     weights, streams = loader_of(tmp_path, stored), Streams()
-    transfer = BlockTransfer(torch.device("cpu"), streams)
+    transfer = BlockTransfer(torch.device("cpu"), replace(CPU, module=lambda: streams, indexed=True))
     bundles = []
     for name in stored:
         bundle = weights.bundle([name], "cpu")
@@ -369,7 +371,7 @@ def test_copies_without_streams(
     weights = loader_of(tmp_path, stored)
     bundle = weights.bundle(["blocks.0.weight"], "cpu")
     assert isinstance(bundle, PageBundle)
-    transfer = BlockTransfer(torch.device("cpu"), SimpleNamespace())
+    transfer = BlockTransfer(torch.device("cpu"), replace(CPU, module=SimpleNamespace))
     assert "no streams" in caplog.text
     assert torch.equal(DeviceBundle(weights.store, bundle.block, transfer).take()[0], stored["blocks.0.weight"])
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from slipstream.devices.table import CPU, FAMILIES, Family, family_of
 from slipstream.errors import SlipstreamError
@@ -159,11 +159,10 @@ def available_memory(device: torch.device | str) -> int | None:
 
 
 def _free_on(family: Family, device: torch.device | str) -> int | None:
-    namespace = family.module()
-    if hasattr(namespace, "mem_get_info"):
-        return int(namespace.mem_get_info(device)[0])
-    if hasattr(namespace, "recommended_max_memory"):  # memory shared with the host: there is a budget, not a pool
-        return max(0, int(namespace.recommended_max_memory()) - int(namespace.driver_allocated_memory()))
+    if family.has("mem_get_info"):
+        return int(family.ask("mem_get_info", device=device)[0])
+    if family.has("recommended_max_memory"):  # memory shared with the host: there is a budget, not a pool
+        return max(0, int(family.ask("recommended_max_memory")) - int(family.ask("driver_allocated_memory")))
     return None
 
 
@@ -199,15 +198,6 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} PB"
 
 
-_MEMORY_FUNCTIONS: Final = (
-    ("allocated", ("memory_allocated", "current_allocated_memory")),
-    ("most_allocated", ("max_memory_allocated",)),
-    ("reserved", ("memory_reserved", "driver_allocated_memory")),
-    ("most_reserved", ("max_memory_reserved",)),
-)
-_COUNTS: Final = (("retries", "num_alloc_retries"), ("failures", "num_ooms"))
-
-
 def allocator_statistics(*, families: tuple[Family, ...] = FAMILIES) -> dict[str, dict[str, int]]:
     """Return statistics by device, for devices that this process has used: bytes allocated and reserved, their peaks, failed attempts.
 
@@ -215,23 +205,26 @@ def allocator_statistics(*, families: tuple[Family, ...] = FAMILIES) -> dict[str
     True
     """
     used = [family for family in families if family is not CPU and family.may_be_used()]
-    found = {name: _family_statistics(family, arguments) for family in used for name, arguments in _devices(family)}
+    found = {name: _device_statistics(family, number) for family in used for name, number in _devices(family)}
     return {name: statistics for name, statistics in found.items() if any(statistics.values())}
 
 
-def _devices(family: Family) -> list[tuple[str, tuple[int, ...]]]:
-    return [(f"{family.type}:{number}", (number,)) for number in range(family.count())] if family.indexed else [(family.type, ())]
+def _devices(family: Family) -> list[tuple[str, int]]:
+    return [(f"{family.type}:{number}", number) for number in range(family.count())] if family.indexed else [(family.type, 0)]
 
 
-def _family_statistics(family: Family, arguments: tuple[int, ...]) -> dict[str, int]:
-    namespace = family.module()
-    statistics: dict[str, int] = {}
-    for name, functions in _MEMORY_FUNCTIONS:
-        known = next((function for function in functions if hasattr(namespace, function)), None)
-        if known is not None:
-            statistics[name] = int(family.ask(known, *arguments))
-    counts: Any = family.ask("memory_stats", *arguments, default={})
-    return statistics | {name: int(counts[key]) for name, key in _COUNTS if key in counts}
+def _device_statistics(family: Family, number: int) -> dict[str, int]:
+    counts: Any = family.ask("memory_stats", device=number, default={})
+    statistics = {
+        # Memory shared with the host has a total of its own names, and no peaks.
+        "allocated": family.ask("memory_allocated", device=number, default=family.ask("current_allocated_memory")),
+        "most_allocated": family.ask("max_memory_allocated", device=number),
+        "reserved": family.ask("memory_reserved", device=number, default=family.ask("driver_allocated_memory")),
+        "most_reserved": family.ask("max_memory_reserved", device=number),
+        "retries": counts.get("num_alloc_retries"),
+        "failures": counts.get("num_ooms"),
+    }
+    return {name: int(value) for name, value in statistics.items() if value is not None}
 
 
 _STATUS = Path("/proc/self/status")
@@ -263,7 +256,7 @@ def device_peak_memory(device: Any) -> int | None:
     True
     """
     family = family_of(device)
-    most = None if family is CPU else family.ask("max_memory_allocated", device)
+    most = None if family is CPU else family.ask("max_memory_allocated", device=device)
     return None if most is None else int(most)
 
 

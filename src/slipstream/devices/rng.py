@@ -148,22 +148,17 @@ def _device_family(kind: str, families: tuple[Family, ...]) -> Family:
 
 def _device_states(family: Family) -> list[Any]:
     """Return one state per device that this process sees."""
-    namespace = family.module()
-    if hasattr(namespace, "get_rng_state_all"):
-        return list(namespace.get_rng_state_all())
-    return [namespace.get_rng_state()] if hasattr(namespace, "get_rng_state") else []
+    if family.has("get_rng_state_all"):
+        return list(family.ask("get_rng_state_all"))
+    return [family.ask("get_rng_state")] if family.has("get_rng_state") else []
 
 
 def _restore_devices(family: Family, states: list[Any]) -> bool:
     count = family.count()
-    if count == 0 or len(states) > count:
+    if count == 0 or len(states) > count or not family.has("set_rng_state"):
         return False
-    namespace = family.module()
     for index, state in enumerate(states):
-        if family.indexed:
-            namespace.set_rng_state(state, index)
-        else:
-            namespace.set_rng_state(state)
+        family.ask("set_rng_state", state, device=index)
     return True
 
 

@@ -137,9 +137,22 @@ class Family:
         """Return the number of devices of the family that this process sees."""
         return int(self.ask("device_count", default=0)) if self.is_available() else 0
 
-    def ask(self, function: str, *arguments: Any, default: Any = None) -> Any:
-        """Call a function of the namespace; return the default if the namespace or the function does not exist."""
-        return getattr(self.module(), function, lambda *_: default)(*arguments)
+    def has(self, function: str) -> bool:
+        """Return whether the namespace exists and has a function of this name."""
+        return hasattr(self.module(), function)
+
+    def ask(self, function: str, *arguments: Any, device: Any = None, default: Any = None) -> Any:
+        """Call a function of the namespace; return the default if the namespace or the function does not exist.
+
+        `device` is passed as the last argument if the devices of the family have numbers; the functions of other families take none.
+        Name the function literally: a test compares every call with the signatures of all families.
+        """
+        place = (device,) if self.indexed and device is not None else ()
+        return getattr(self.module(), function, lambda *_: default)(*arguments, *place)
+
+    def computes_bf16(self) -> bool:
+        """Return whether devices of the family compute in bfloat16."""
+        return self.bf16(self.module())
 
     def is_loaded(self) -> bool:
         """Return whether the code of the family is imported."""
@@ -308,7 +321,9 @@ def _xla_namespace() -> Any:
 
 
 def _mps_bf16(_: Any) -> bool:
-    return bool(importlib.import_module("torch").backends.mps.is_macos_or_newer(14, 0))
+    import torch
+
+    return bool(torch.backends.mps.is_macos_or_newer(14, 0))
 
 
 # --- the rows, the first choice first --------------------------------------------------------------------------------------
@@ -575,15 +590,15 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     if check_is_tpu and check_is_gpu:
         raise ConfigError("check_is_tpu and check_is_gpu cannot both hold; ask for one of them")
     wanted = ("TPU",) if check_is_tpu else ("CUDA", "GPU") if check_is_gpu else None
-    namespace = family_of("xla").module()
-    return namespace is not None and (wanted is None or namespace.hardware() in wanted)
+    family = family_of("xla")
+    return family.module() is not None and (wanted is None or family_of("xla").ask("hardware") in wanted)
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether the device that would be chosen here computes in bfloat16."""
     families = tuple(family for family in FAMILIES if not (ignore_tpu and family.type == "xla"))
     family = best_family(families=families)
-    return family.bf16(family.module())
+    return family.computes_bf16()
 
 
 def is_fp16_available() -> bool:

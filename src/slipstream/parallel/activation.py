@@ -38,7 +38,7 @@ def checkpoint_activations(blocks: Sequence[tuple[str, torch.nn.Module]], *, off
     for _, module in blocks:
         _turn_cache_off(module)
         if not isinstance(vars(module).get("forward"), _CheckpointedForward):
-            module.forward = _CheckpointedForward(module, vars(module).get("forward"), offload)
+            module.forward = _CheckpointedForward(module, vars(module).get("forward"), device.type if offload else None)
 
 
 def _turn_cache_off(block: torch.nn.Module) -> None:
@@ -56,16 +56,16 @@ def _turn_cache_off(block: torch.nn.Module) -> None:
 class _CheckpointedForward:
     """The forward of one module. It holds the module weakly: the module holds it, and a cycle would keep the weights."""
 
-    def __init__(self, module: torch.nn.Module, before: Callable[..., Any] | None, offload: bool) -> None:
+    def __init__(self, module: torch.nn.Module, before: Callable[..., Any] | None, offloaded: str | None) -> None:
         self._module = weakref.ref(module)
         self._before = before
-        self._offload = offload
+        self._offloaded = offloaded  # the type of the device whose activations go to pinned host memory
         self.__doc__ = (before or type(module).forward).__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        with torch.autograd.graph.save_on_cpu(pin_memory=True) if self._offload else nullcontext():
+        with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=self._offloaded) if self._offloaded else nullcontext():
             return checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs)
 
     @property

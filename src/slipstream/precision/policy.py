@@ -278,7 +278,7 @@ def _explain_unsupported(mixed_precision: str, device_type: str) -> str | None:
     if not torch.amp.is_autocast_available(device_type):
         return "torch has no autocast for it"
     family = family_of(device_type)
-    if mixed_precision in ("bf16", "fp8") and not family.bf16(family.module()):
+    if mixed_precision in ("bf16", "fp8") and not family.computes_bf16():
         return "it does not compute in bfloat16"
     if mixed_precision == "fp16" and family.type != CPU.type and not is_fp16_available():
         return "it does not compute in float16"

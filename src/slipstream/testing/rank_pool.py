@@ -86,13 +86,13 @@ class PoolServer:
     def fork(self) -> None:
         """Fork a full set of fresh ranks; end the present ones."""
         self._drop_ranks()
-        pids = self.ask("start", "started")["pids"]
+        pids = self.request("start", "started")["pids"]
         _, descriptors, _, _ = socket.recv_fds(self.control, 1, 2 * self.size)
         self.pids = [pids[str(rank)] for rank in range(self.size)]
         self.channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[: self.size]]
         self.outputs = list(descriptors[self.size :])
 
-    def ask(self, kind: str, answer: str, **values: Any) -> dict[str, Any]:
+    def request(self, kind: str, answer: str, **values: Any) -> dict[str, Any]:
         """Send a command and return its answer."""
         self.send(kind, **values)
         return self._answer(answer)
@@ -317,7 +317,7 @@ class RankPool:
         outcomes = [run.outcome(rank) for rank in range(self.size)]
         if run.lost or left:
             self._complete = False
-            server.ask("stop", "stopped")  # now, not at the next run: a stuck rank may be using a core
+            server.request("stop", "stopped")  # now, not at the next run: a stuck rank may be using a core
         return outcomes, left
 
     @property
@@ -341,7 +341,7 @@ class RankPool:
         while True:
             server = self._ready()
             self._attempt += 1
-            port: int = server.ask("begin", "begun", attempt=self._attempt)["port"]
+            port: int = server.request("begin", "begun", attempt=self._attempt)["port"]
             if not server.deaths:
                 return server, port
             self._complete = False  # a rank ended between two runs, which is not an outcome of a run
@@ -393,7 +393,7 @@ class _Run:
         self.stuck = self._gather(self.replies, self.deadline, self.patience)
         if self.stuck:
             self.printed = {rank: self.server.printed(rank) for rank in self.stuck}
-            self.server.ask("stacks", "asked", ranks=sorted(self.stuck))
+            self.server.request("stacks", "asked", ranks=sorted(self.stuck))
             time.sleep(_STACKS_SECONDS)
 
     def clean_up(self) -> list[str]:

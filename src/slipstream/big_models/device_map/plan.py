@@ -115,13 +115,16 @@ def _measure_memory(family: Family, free: Callable[[torch.device | str], int | N
     return found if shared else {**found, HOST.type: free(HOST.type) or 0}
 
 
+_INTEGRATED: Final = ("is_integrated", "is_integrated_gpu")
+"""How device properties say that the memory is the host's: families name it differently."""
+
+
 def _shares_memory(family: Family, number: int) -> bool:
     """Return whether the device takes its memory from that of the host."""
-    namespace = family.module()
-    if not hasattr(namespace, "mem_get_info") and hasattr(namespace, "recommended_max_memory"):
+    if not family.has("mem_get_info") and family.has("recommended_max_memory"):
         return True
-    properties = getattr(namespace, "get_device_properties", None)
-    return bool(properties is not None and getattr(properties(number), "is_integrated", False))
+    properties = family.ask("get_device_properties", device=number)
+    return any(getattr(properties, name, False) for name in _INTEGRATED)
 
 
 def get_balanced_memory(

@@ -27,7 +27,7 @@ import torch
 from slipstream.big_models.device_map.plan import PREFETCHED_BLOCKS
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.devices.memory import convert_bytes, host_memory
-from slipstream.devices.table import family_of
+from slipstream.devices.table import Family, family_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.disk import set_direct_io
 from slipstream.files.paths import ConfinedFolder
@@ -605,29 +605,28 @@ _ALIGNMENT = 64
 class BlockTransfer:
     """Copies blocks to one device, the next one while the current one runs."""
 
-    def __init__(self, device: torch.device, namespace: Any = None) -> None:
+    def __init__(self, device: torch.device, family: Family | None = None) -> None:
         self.device = device
-        self._namespace = family_of(device).module() if namespace is None else namespace
+        self._family = family_of(device) if family is None else family
         self._stream: Any = self._side_stream()
         self._stages: list[tuple[torch.Tensor | None, Any]] = [(None, None)] * _STAGING_BUFFERS
         self._turn = 0
         self._coming: dict[WeightBlock, tuple[list[torch.Tensor], Any]] = {}
 
     def _side_stream(self) -> Any:
-        make = getattr(self._namespace, "Stream", None)
-        if make is None:
+        if not self._family.has("Stream"):
             get_logger(__name__).warning(
                 f"Weights are copied to {self.device} when they are needed: torch has no streams for such devices, so nothing is prefetched"
             )
             return None
-        return make(device=self.device)
+        return self._family.ask("Stream", device=self.device)
 
     def start(self, block: WeightBlock, tensors: Sequence[torch.Tensor]) -> None:
         """Start to copy the tensors of a block, unless they are being copied."""
         if self._stream is None or block in self._coming:
             return
         staged = self._staged(tensors)
-        with self._namespace.stream(self._stream):
+        with self._family.ask("stream", self._stream):
             copies = [tensor.to(self.device, non_blocking=True) for tensor in staged]
             event = self._stream.record_event()
         memory, _ = self._stages[self._turn]
@@ -641,7 +640,7 @@ class BlockTransfer:
             return [tensor.to(self.device) for tensor in tensors]
         self.start(block, tensors)
         copies, event = self._coming.pop(block)
-        present = self._namespace.current_stream(self.device)
+        present = self._family.ask("current_stream", device=self.device)
         present.wait_event(event)
         for copy in copies:
             copy.record_stream(present)

@@ -111,7 +111,7 @@ def _torch() -> _Section:
     for rank in range(family.count()):
         device = device_for(family, rank)
         free = available_memory(device)
-        name = family.ask("get_device_name", device.index, default=family.type) if family.indexed else platform.machine()
+        name = family.ask("get_device_name", device=device.index, default=family.type) if family.indexed else platform.machine()
         devices[f"device {device}"] = f"{name}, {'unknown' if free is None else convert_bytes(free)} free"
     return {
         "version": torch.__version__,
