@@ -60,9 +60,10 @@ MAY_TOUCH_VARIABLES = {
     "testing/environment.py": "a rank of the test pool takes on its variables, and puts them back",
 }
 
-DEVICE_FAMILIES = frozenset({"cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron", "xla"})
+DEVICE_FAMILIES = frozenset({"cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron", "xla", "standin"})
 MAY_NAME_DEVICES = {
     "devices/table.py": "the table itself",
+    "config/names.py": "the variables of the stand-in accelerator, which are no options",
     "public_names.py": "public names that scripts import, such as is_npu_available",
     "migrate/process_rules.py": "calls that it looks for in scripts, such as torch.cuda.set_device",
     "migrate/training_rules.py": "calls that it looks for in scripts, such as torch.cuda.amp.autocast",
@@ -157,7 +158,7 @@ def exports(path: str, text: str) -> Iterator[str]:
 
 
 def device_names(path: str, text: str) -> Iterator[str]:
-    if path in MAY_NAME_DEVICES:
+    if path in MAY_NAME_DEVICES or path.startswith("testing/standin/"):  # the stand-in accelerator itself
         return
     prose = {id(node.value) for node in nodes_of(text) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
     for node in nodes_of(text):

@@ -28,7 +28,8 @@ from typing import Any, Literal, NoReturn
 
 from slipstream.config import OPTIONS, Config, resolve
 from slipstream.config.sources import environment, patch_environment
-from slipstream.devices.table import CPU, count_without_torch
+from slipstream.devices.count import count_without_torch, launch_facts
+from slipstream.devices.table import CPU
 from slipstream.distributed.cluster import detect
 from slipstream.errors import ConfigError, LaunchError, SlipstreamError, StateError
 from slipstream.launch.function_launcher import launch_function
@@ -120,14 +121,14 @@ def _launch(
     with tempfile.TemporaryDirectory(prefix="slipstream-notebook-") as folder:
         config = _config(options, caller, folder, everything=template is not None)
         own_logs = config.launch.log_dir == folder
-        family, accelerators = count_without_torch(environment())
+        facts = launch_facts(environment(), config.device.family, config.describe_device())
         cell = _Cell(config.launch.role, template)
         try:
             launch_function(
                 function,
                 args,
                 config=config,
-                machine=MachineSpec(accelerators=VisibleAccelerators(accelerators, family.visible)),
+                machine=MachineSpec(accelerators=VisibleAccelerators(**facts)),
                 console="main" if template is None else "all",
                 output=cell.write,
             )

@@ -10,7 +10,7 @@ from option_roundtrip import samples
 
 from slipstream.config import OPTIONS, ConfigError, Origin, for_worker, resolve, resolved_config
 
-ALONE = ("machine_rank", "cpu", "parallelism_config_dp_shard_size", "fsdp_sharding_strategy")
+ALONE = ("machine_rank", "cpu", "device", "parallelism_config_dp_shard_size", "fsdp_sharding_strategy")
 """Options whose examples contradict those of others."""
 
 

@@ -91,7 +91,7 @@ def notebook_launcher(
 
 def _number_on_colab() -> int | None:
     """Return the number of accelerators in a notebook of Colab or Kaggle, where Accelerate asks for no number; otherwise None."""
-    from slipstream.devices.table import count_without_torch
+    from slipstream.devices.count import count_without_torch
 
     if not any(name in sys.modules for name in ("google.colab", "kaggle_web_client")):
         return None

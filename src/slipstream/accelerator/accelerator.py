@@ -58,8 +58,8 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     Besides the arguments of Accelerate: `effective_batch_size` fixes the samples per update over all processes,
     `outputs_to_fp32=False` leaves outputs of models in the half precision in which they were computed (by default they are cast to
     float32), `async_save` saves checkpoints asynchronously, `scheduler_steps_per_process` moves schedulers as often per
-    update as there are processes (which is the rule of Accelerate), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are
-    those of `PartialState`.
+    update as there are processes (which is the rule of Accelerate), and `device`, `debug`, `timeout`, `barrier_timeout` and
+    `hang_warning` are those of `PartialState`.
 
     A pickled or copied Accelerator becomes a new one in the process that reads it, with the same settings and with the attributes that a
     script or a subclass added. Prepared and registered objects, running trackers and an open accumulation window are not part of it.

@@ -30,7 +30,7 @@ from slipstream.big_models.quantization_config import (
 )
 from slipstream.big_models.weight_store.offload_folder import offload_weight
 from slipstream.checkpoint.weight_source import find_weights
-from slipstream.devices.table import CPU, best_family, device_for
+from slipstream.devices.table import CPU, default_family, device_for
 from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.atomic_files import check_local_path
@@ -283,7 +283,7 @@ def get_quantized_model_device_map(
     if unused := [name for name, value in given.items() if value is not None]:
         get_logger(__name__).warning(f"{' and '.join(unused)} has no effect without a strategy as device_map, such as 'auto'.")
     if device_map is None:
-        family = best_family()
+        family = default_family()
         return {"": CPU.type if family is CPU else device_for(family)}
     if not isinstance(device_map, Mapping):
         raise ConfigError(f"device_map={device_map!r} is neither a dict nor one of {', '.join(map(repr, STRATEGIES))}.")

@@ -26,6 +26,7 @@ from slipstream.config.option import Option, Origin, Value, parse
 from slipstream.config.resolved_config import Choice, build_config
 from slipstream.config.schema import OPTIONS
 from slipstream.config.sources import default_file_path, environment, read_file
+from slipstream.devices.table import named_family
 from slipstream.errors import ConfigError
 
 __all__ = ["Ask", "command", "interview"]
@@ -100,7 +101,7 @@ def _update(outer_file: str | None, config_file: str | None) -> None:
     """
     path = _config_path(config_file or outer_file)
     reading = parse_config_file(read_file(path), str(path))
-    build_config(reading.choices)
+    _check(reading.choices)
     values = {name: choice.value for name, choice in reading.choices.items()}
     if Path(path).read_text("utf-8-sig") == file_text(values, as_json=path.suffix == ".json"):
         click.echo(f"{path} is up to date.")
@@ -135,8 +136,15 @@ def _answer(option: Option, answers: Mapping[str, Value], text: str) -> Value:
     if option.default is None and text.strip().lower() == option.unset:
         return None
     value = parse(option, text.strip(), _ANSWER)
-    build_config({name: Choice(given, _ANSWER) for name, given in {**answers, option.name: value}.items() if given is not None})
+    _check({name: Choice(given, _ANSWER) for name, given in {**answers, option.name: value}.items() if given is not None})
     return value
+
+
+def _check(choices: Mapping[str, Choice]) -> None:
+    """Raise if the options contradict each other, or if there is no such device family; it need not be on this machine."""
+    config = build_config(choices)
+    if config.device.family is not None:
+        named_family(config.device.family, config.describe_device())
 
 
 def _current(option: Option, value: Value) -> str:
@@ -190,7 +198,7 @@ def _with_settings(existing: Mapping[str, Value], settings: Iterable[str]) -> di
         given.add(name)
         values[name] = parse(option, text.strip(), _SETTING) if text.strip() else None
     origins = {name: _SETTING if name in given else Origin("file", "the file") for name in values}
-    build_config({name: Choice(value, origins[name]) for name, value in values.items() if value is not None})
+    _check({name: Choice(value, origins[name]) for name, value in values.items() if value is not None})
     return values
 
 

@@ -300,6 +300,7 @@ def _clocks(meeting: MeetingResult) -> DoctorFinding:
 _FLAGS: Final = (
     "config_file",
     "cpu",
+    "device",
     "num_processes",
     "num_machines",
     "machine_rank",

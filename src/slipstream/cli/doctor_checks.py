@@ -20,9 +20,10 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from slipstream.config import Config
+from slipstream.devices.count import count_without_torch
 from slipstream.devices.memory import HostMemory, available_cores, convert_bytes, host_memory
 from slipstream.devices.packages import compare_versions, parse_version, version_of
-from slipstream.devices.table import CPU, count_without_torch
+from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
 from slipstream.launch.store import interface_towards, is_loopback
 
@@ -127,9 +128,8 @@ class MachineFacts:
 def collect_facts(config: Config, environ: Mapping[str, str], *, with_devices: bool = True) -> MachineFacts:
     """Return the facts of this machine that matter for a run with this configuration."""
     launch = config.launch
-    family, devices = count_without_torch(environ)
-    if config.device.cpu:
-        family, devices = CPU, 0
+    named, given = config.device.family, config.describe_device()
+    family, devices = count_without_torch(environ, named, given)
     wanted = launch.num_processes or max(devices, 1) * launch.num_machines
     hostname = socket.gethostname()
     host_addresses, host_problem = resolve_name(hostname)
@@ -164,7 +164,7 @@ def collect_facts(config: Config, environ: Mapping[str, str], *, with_devices: b
         memory=host_memory(),
         device_type=family.type,
         devices=devices,
-        device_memory=_device_memory() if devices and with_devices else (),
+        device_memory=_device_memory(named, given) if devices and with_devices else (),
         temporary=temporary,
         temporary_free=free,
         temporary_problem=temporary_problem,
@@ -280,11 +280,11 @@ def _temporary() -> tuple[str, int, str | None]:
         return "the temporary folder", 0, error.strerror or str(error)
 
 
-def _device_memory() -> tuple[DeviceMemory, ...]:
+def _device_memory(named: str | None, given: str) -> tuple[DeviceMemory, ...]:
     from slipstream.devices.memory import available_memory
-    from slipstream.devices.table import best_family, device_for
+    from slipstream.devices.table import choose_family, device_for
 
-    family = best_family()
+    family = choose_family(named, given)
     if family is CPU:
         return ()
     devices = [device_for(family, rank) for rank in range(family.count())]

@@ -83,11 +83,10 @@ def _target(config: Config, words: Sequence[str]) -> Target:
     return Target(kind, words[0], tuple(words[1:]))
 
 
-def _machine(environ: Mapping[str, str]) -> MachineSpec:
-    from slipstream.devices.table import count_without_torch
+def _machine(config: Config, environ: Mapping[str, str]) -> MachineSpec:
+    from slipstream.devices.count import launch_facts
 
-    family, count = count_without_torch(environ)
-    return MachineSpec(accelerators=VisibleAccelerators(count, family.visible))
+    return MachineSpec(accelerators=VisibleAccelerators(**launch_facts(environ, config.device.family, config.describe_device())))
 
 
 def _mesh_rows(config: Config, plan: LaunchPlan) -> list[tuple[str, str]]:
@@ -112,7 +111,7 @@ def _run(words: Sequence[str], **flags: Any) -> None:
     config = resolve(flags={name: value for name, value in flags.items() if value is not None}, environ=environ, default_file=True)
     config = fill_from_slurm(config, environ)
     target = _target(config, words)
-    plan = make_plan(config, target, environ, _machine(environ))
+    plan = make_plan(config, target, environ, _machine(config, environ))
     mesh = _mesh_rows(config, plan)
     if config.command.show:
         click.echo(describe_plan(plan, config, mesh))

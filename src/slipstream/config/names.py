@@ -75,6 +75,9 @@ INTERNAL_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "SLIPSTREAM_CONFIG": "the resolved configuration, from the launcher to its workers",
         "SLIPSTREAM_HOME": "the folder of the default configuration file",
+        "SLIPSTREAM_STANDIN_DEVICES": "how many devices the stand-in accelerator has",
+        "SLIPSTREAM_STANDIN_MEMORY": "how many bytes each of its devices has",
+        "SLIPSTREAM_STANDIN_CACHE": "the folder in which it is built",
     }
 )
 _INTERNAL_PREFIXES: Final = ("SLIPSTREAM_INTERNAL_", "SLIPSTREAM_TEST_")

@@ -114,6 +114,10 @@ class Config:
         """Return an option with its value and origin, for messages: "num_processes=2 (from --num_processes)"."""
         return describe_option({name: self._choice(name)}, name)
 
+    def describe_device(self) -> str:
+        """Return the option that names the device family, `cpu` or `device`, as `describe` does."""
+        return self.describe("cpu" if self.device.cpu else "device")
+
     def choices(self) -> dict[str, Choice]:
         """Return every option by name with its value and origin."""
         return {name: self._choice(name) for name in OPTIONS}
@@ -158,7 +162,7 @@ def parse_choices(values: Mapping[str, object], kind: Kind, where: str) -> dict[
 
 def build_config(choices: Mapping[str, Choice], unused: tuple[UnusedKey, ...] = ()) -> Config:
     """Return a configuration from choices; the other options get their default."""
-    choices = _settle_strategy(choices)
+    choices = _settle_device(_settle_strategy(choices))
     complete = {name: choices.get(name) or Choice(option.default, Origin("default")) for name, option in OPTIONS.items()}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, option in OPTIONS.items():
@@ -186,8 +190,24 @@ def _settle_strategy(choices: Mapping[str, Choice]) -> Mapping[str, Choice]:
             f"{describe_option(choices, names[0])} contradicts {describe_option(choices, names[1])}: {old.value} means "
             f"fsdp_reshard_after_forward {meant}.\nLeave fsdp_sharding_strategy out."
         )
+    return _without_weaker(choices, *names)
+
+
+def _settle_device(choices: Mapping[str, Choice]) -> Mapping[str, Choice]:
+    """Return the choices without the weaker one of `cpu` and `device` where they contradict each other."""
+    cpu, device = choices.get("cpu"), choices.get("device")
+    if cpu is None or device is None or "default" in (cpu.origin.kind, device.origin.kind) or cpu.value is (device.value == "cpu"):
+        return choices
+    if cpu.origin.kind == device.origin.kind:
+        raise ConfigError(
+            f"{describe_option(choices, 'cpu')} contradicts {describe_option(choices, 'device')}.\nLeave one of them out."
+        )
+    return _without_weaker(choices, "cpu", "device")
+
+
+def _without_weaker(choices: Mapping[str, Choice], first: str, second: str) -> Mapping[str, Choice]:
     kinds = get_args(Kind)  # from the strongest
-    weaker = names[0] if kinds.index(old.origin.kind) > kinds.index(new.origin.kind) else names[1]
+    weaker = first if kinds.index(choices[first].origin.kind) > kinds.index(choices[second].origin.kind) else second
     return {name: choice for name, choice in choices.items() if name != weaker}
 
 
@@ -217,10 +237,11 @@ def _check_processes(config: Config) -> None:
 def _check_devices(config: Config) -> None:
     """Raise if the options about accelerators contradict each other or the number of processes."""
     launch, ids = config.launch, device_ids(config.launch.gpu_ids)
-    if config.device.cpu and ids is not None:
+    on_cpu = None if config.device.family != "cpu" else "cpu" if config.device.cpu else "device"
+    if on_cpu is not None and ids is not None:
+        instead = "--no_cpu or --gpu_ids all" if on_cpu == "cpu" else "another device or --gpu_ids all"
         raise ConfigError(
-            f"{config.describe('gpu_ids')} contradicts {config.describe('cpu')}.\n"
-            "Leave one of them out, or write --no_cpu or --gpu_ids all."
+            f"{config.describe('gpu_ids')} contradicts {config.describe(on_cpu)}.\nLeave one of them out, or write {instead}."
         )
     local_processes = (launch.num_processes or 0) // launch.num_machines
     if ids is not None and local_processes > len(ids):
@@ -229,8 +250,8 @@ def _check_devices(config: Config) -> None:
             f"allows {len(ids)}.\n"
             f"Each process needs an accelerator of its own: name {local_processes} of them in gpu_ids, or start fewer processes."
         )
-    if config.command.multi_gpu and (config.device.cpu or launch.num_processes == 1):
-        other = config.describe("cpu" if config.device.cpu else "num_processes")
+    if config.command.multi_gpu and (on_cpu is not None or launch.num_processes == 1):
+        other = config.describe(on_cpu or "num_processes")
         raise ConfigError(
             f"{config.describe('multi_gpu')} contradicts {other}.\nLeave --multi_gpu out; num_processes says how many to start."
         )

@@ -70,6 +70,12 @@ def _complaint_device_ids(text: str) -> str | None:
     return "names a device twice" if len(set(entries)) < len(entries) else None
 
 
+def _complaint_device_family(text: str) -> str | None:
+    if re.fullmatch(r"[a-z]\w*", text, re.ASCII):
+        return None
+    return "is not the name of a device family, which is a word without a number" + ("; gpu_ids says which devices" if ":" in text else "")
+
+
 def _complaint_fp8_backend(text: str) -> str | None:
     engine = {"te": "TransformerEngine", "msamp": "MS-AMP"}.get(text.strip().lower())
     return f"is {engine}, which does not run here; fp8 runs through torchao" if engine else None
@@ -130,6 +136,10 @@ def _own_rendezvous(answers: Mapping[str, Value]) -> bool:
 
 
 def _on_accelerators(answers: Mapping[str, Value]) -> bool:
+    return answers.get("cpu") is not True and answers.get("device") != "cpu"
+
+
+def _not_on_cpu(answers: Mapping[str, Value]) -> bool:
     return answers.get("cpu") is not True
 
 
@@ -167,6 +177,22 @@ class Device:
         file_aliases=("use_cpu",),
         question="Compute on the CPU only?",
     )
+    device: str | None = declare(
+        None,
+        usual=str.lower,
+        check=_complaint_device_family,
+        example="cpu",
+        help="Device family to compute on, by the type of its devices in torch (docs/devices.md has the list); cpu is the same as the "
+        "option cpu. An error where torch cannot use it. Without it: the first family that torch can use here.",
+        question="On which device family (auto: the first that torch can use)?",
+        unset="auto",
+        asked_when=_not_on_cpu,
+    )
+
+    @property
+    def family(self) -> str | None:
+        """The device family that the options name; None for the first that torch can use."""
+        return "cpu" if self.cpu else self.device
 
 
 @dataclass(frozen=True, kw_only=True)

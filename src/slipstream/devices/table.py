@@ -1,9 +1,9 @@
 """The device table: one row per device family, and the functions that choose among the rows.
 
 A row (`Family`) holds the device type, communication backend, visible-devices variable, probes and limits of a family. This is the only
-module that names families other than "cpu": a new family is a new row. CPU is what this project runs; every other row follows the
-vendor's documentation and is tested through fakes. Importing this module imports no torch: a row finds its torch namespace
-(`torch.<type>`) only when `module()` is called, and no function starts a device runtime if that can be avoided.
+module that names families other than "cpu": a new family is a new row. CPU and the stand-in accelerator are what this project runs;
+every other row follows the vendor's documentation and is tested through fakes. Importing this module imports no torch: a row finds its
+torch namespace (`torch.<type>`) only when `module()` is called, and no function starts a device runtime if that can be avoided.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.config import for_worker
 from slipstream.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CPU", "DistributedType", "FAMILIES", "Family", "LazyRuntime", "RNGType", "StringEnum", "best_family", "count_without_torch",
-    "device_file_counter", "device_for", "family_of", "family_types", "import_plugin", "is_bf16_available", "is_cuda_available",
-    "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available", "is_musa_available",
-    "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available", "is_xccl_available",
-    "is_xpu_available", "set_device", "torch_namespace", "visible_count",
+    "CPU", "DistributedType", "FAMILIES", "Family", "LazyRuntime", "RNGType", "StringEnum", "best_family", "choose_family",
+    "default_family", "device_file_counter", "device_for", "family_of", "family_types", "import_plugin", "is_bf16_available",
+    "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available",
+    "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available",
+    "is_xccl_available", "is_xpu_available", "named_family", "set_device", "torch_namespace", "unusable", "visible_count",
 ]
 
 
@@ -44,6 +45,16 @@ def torch_namespace(name: str, plugin: str | None = None) -> Callable[[], Any]:
         if plugin is not None and not import_plugin(plugin):
             return None
         return getattr(importlib.import_module("torch"), name, None)
+
+    return find
+
+
+def _enabled_namespace(name: str, plugin: str) -> Callable[[], Any]:
+    """Return a function that returns `torch.<name>` once this process has called `enable()` of the plugin, and None before."""
+
+    def find() -> Any:
+        module = sys.modules.get(plugin)
+        return getattr(importlib.import_module("torch"), name) if module is not None and module.is_enabled() else None
 
     return find
 
@@ -112,6 +123,10 @@ class Family:
     """Further variables that limit the devices."""
     entries: Callable[[Path], int] = lambda root: 0
     """Counts the device files below a root, without torch."""
+    on_request: bool = False
+    """Whether the family is there only if an option names it, or if the process called `enable()` of its plugin."""
+    declared: tuple[str, int] | None = None
+    """The variable that says how many devices there are, and their number without it; None if device files tell."""
     builds: tuple[str, ...] = ()
     """The start of the local part of torch's version in builds with the family (for families without a plugin)."""
     probe: Callable[[Any], bool] = lambda namespace: bool(namespace.is_available())
@@ -127,6 +142,42 @@ class Family:
     """Parts of its out-of-memory messages, for errors that are a plain RuntimeError."""
     prefixes: tuple[str, ...] = ()
     """How the names of its environment variables begin, for reports."""
+
+    @property
+    def group_backend(self) -> str:
+        """What a process group is opened with: the backend of the family for its tensors, and gloo for those in host memory."""
+        return f"{CPU.type}:{CPU.backend},{self.type}:{self.backend}" if self.indexed and self.backend != CPU.backend else self.backend
+
+    def enable(self) -> None:
+        """Load a family that is there on request; raise the error of its plugin if that is impossible. Starts no device."""
+        if self.on_request and self.plugin is not None:
+            importlib.import_module(self.plugin).enable()
+
+    def obstacle(self) -> str | None:
+        """Return why torch cannot use a device of the family here, as the end of a sentence; None if it can."""
+        namespace = self.module()
+        try:
+            if namespace is not None and self.probe(namespace):
+                return None
+        except RuntimeError as error:  # the driver refuses
+            return f"torch.{self.type} says: {error}"
+        missing = self.missing_software()
+        if missing is not None:
+            return missing
+        if namespace is None:
+            return f"{self.plugin or f'torch.{self.type}'} cannot be loaded"
+        return f"torch sees no such device{f' (it sees those of {self.visible}, if that is set)' if self.visible else ''}"
+
+    def missing_software(self) -> str | None:
+        """Return what this installation lacks for the family, as the end of a sentence, without importing torch; None if nothing."""
+        from slipstream.devices.packages import version_of
+
+        version = version_of("torch")
+        if self.installed(version):
+            return None
+        if version is not None and self.plugin is not None:
+            return f"the package {self.plugin.partition('.')[0]} is not installed"
+        return "torch is not installed" if version is None else f"torch {version} is a build without it"
 
     def is_available(self) -> bool:
         """Return whether torch can use a device of the family here."""
@@ -172,12 +223,22 @@ class Family:
         return not build or build.startswith(self.builds)
 
     def count_files(self, environ: Mapping[str, str], root: Path = Path("/")) -> int:
-        """Return how many devices a process with this environment would see, from device files; 0 if unknown."""
-        present = self.entries(root)
+        """Return how many devices a process with this environment would see, from files and variables; 0 if unknown."""
+        present = self.total(environ, root)
         if not present:
             return 0
         limits = [environ[name] for name in (self.visible, *self.also_visible) if name is not None and name in environ]
         return min([present, *map(visible_count, limits)])
+
+    def total(self, environ: Mapping[str, str], root: Path = Path("/")) -> int:
+        """Return how many devices this machine has, whatever a process may see of them; 0 if unknown."""
+        if self.declared is None:
+            return self.entries(root)
+        variable, usual = self.declared
+        text = environ.get(variable) or str(usual)
+        if not text.isdecimal() or not int(text):
+            raise ConfigError(f"The variable {variable}={text!r} is not a number of devices.\nSet a whole number from 1, or unset it.")
+        return int(text)
 
 
 class LazyRuntime:
@@ -355,7 +416,22 @@ CPU = Family(
     prefixes=("OMP_", "MKL_", "KMP_", "GLOO_"),
 )
 
+_STANDIN = "slipstream.testing.standin"
+
 FAMILIES: tuple[Family, ...] = (
+    Family(  # first: a process that has enabled it wants it
+        type="standin",
+        backend="standin",
+        multi="MULTI_GPU",
+        module=_enabled_namespace("standin", _STANDIN),
+        plugin=_STANDIN,
+        visible="STANDIN_VISIBLE_DEVICES",
+        on_request=True,
+        declared=("SLIPSTREAM_STANDIN_DEVICES", 4),
+        probe=_has_devices,
+        fork_safe=True,
+        prefixes=("STANDIN_",),
+    ),
     Family(
         type="mps",
         backend="gloo",
@@ -454,6 +530,48 @@ def best_family(cpu: bool = False, *, distributed: bool = False, families: tuple
     return next((family for family in usable if family.is_available()), CPU)
 
 
+def named_family(name: str, given: str = "") -> Family:
+    """Return the row of a family that an option names; `given` is the option with its origin, for the error.
+
+    >>> named_family("cpu") is CPU
+    True
+    """
+    row = next((family for family in FAMILIES if family.type == name), None)
+    if row is None:
+        known = ", ".join(family_types())
+        raise ConfigError(f"{given or name!r}: there is no such device family.\nWrite one of {known}, or leave it out.")
+    return row
+
+
+def choose_family(name: str | None, given: str = "", *, distributed: bool = False) -> Family:
+    """Return the family that an option names, or the best one if none does; raise if torch cannot use the named one here.
+
+    >>> choose_family("cpu").type
+    'cpu'
+    """
+    if name is None:
+        return best_family(distributed=distributed)
+    family, given = named_family(name, given), given or f"device={name}"
+    if distributed and family.multi == DistributedType.NO:
+        raise ConfigError(f"{given}, but several processes cannot share such a device.\nStart one process, or leave it out.")
+    family.enable()
+    obstacle = family.obstacle()
+    if obstacle is not None:
+        raise unusable(given, obstacle)
+    return family
+
+
+def unusable(given: str, obstacle: str) -> ConfigError:
+    """Return the error for a family that an option names (`given`, with its origin) and that cannot be used here."""
+    return ConfigError(f"{given} cannot be used here: {obstacle}.\nLeave it out to take the best device that is here, or write cpu.")
+
+
+def default_family(*, distributed: bool = False) -> Family:
+    """Return the family that the options of this process name (through the launcher or a variable), or the best one."""
+    config = for_worker()
+    return choose_family(config.device.family, config.describe_device(), distributed=distributed)
+
+
 def device_for(family: Family, local_rank: int = 0, override: str | None = None) -> torch.device:
     """Return the device of a process: its local rank modulo the number of devices, unless `override` names another.
 
@@ -500,23 +618,6 @@ def family_of(device: torch.device | str) -> Family:
 def family_types() -> tuple[str, ...]:
     """Return the device type of every row, the first choice first."""
     return tuple(family.type for family in FAMILIES)
-
-
-def count_without_torch(
-    environ: Mapping[str, str], *, root: Path = Path("/"), families: tuple[Family, ...] = FAMILIES
-) -> tuple[Family, int]:
-    """Return the family that a worker would use and how many devices it would see, from device files and variables alone.
-
-    `(CPU, 0)` means that no accelerator was found. It starts no process and imports nothing. A family counts only if the installed torch
-    supports it, so a CPU-only build on a machine with accelerators returns 0 too.
-    """
-    from slipstream.devices.packages import version_of
-
-    installed = version_of("torch")
-    for family in families:
-        if family is not CPU and family.installed(installed) and (count := family.count_files(environ, root)):
-            return family, count
-    return CPU, 0
 
 
 # --- one question per family -------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.config.sources import environment
-from slipstream.devices.table import best_family
+from slipstream.devices.table import Family, default_family
 from slipstream.distributed.barriers import barrier
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.cluster import Process
@@ -202,6 +202,13 @@ class GroupSettings:
 
     backend: str
     init_method: str | None = None
+    by_device: str | None = None
+    """The backend for each type of device, where the user named none: "cpu:gloo,..."."""
+
+    @classmethod
+    def of(cls, family: Family, init_method: str | None = None) -> GroupSettings:
+        """Return the settings for a device family."""
+        return cls(family.backend, init_method, family.group_backend)
 
 
 class ProcessGroupManager:
@@ -258,7 +265,7 @@ class ProcessGroupManager:
             if present is not None and (present.broken is not None or (usable and not present.usable)):
                 self.close(present.broken or str(present.torch_group_desynchronized))
             if self._channel is None:
-                self._settings = self._settings or settings or GroupSettings(backend=best_family(distributed=True).backend)
+                self._settings = self._settings or settings or GroupSettings.of(default_family(distributed=True))
                 try:
                     self._channel = self._open(limits, self._settings)
                 except ConfigError:
@@ -289,7 +296,7 @@ class ProcessGroupManager:
             self._opened = generation  # used up from here on, whatever happens
             control = cache(partial(self._control_group, store, limits))  # a second group would meet at the addresses of the first
             transport = self._connect(store, listener, control, monitor)
-        data = self._default_group(store, limits, settings.backend, connections)
+        data = self._default_group(store, limits, settings.by_device or settings.backend, connections)
         store.add("opened", 1)
         return GroupChannel(
             transport=transport,

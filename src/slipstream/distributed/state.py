@@ -23,7 +23,7 @@ from slipstream.config.resolved_config import Choice
 from slipstream.config.schema import Compute, Parallelism, Sharding
 from slipstream.config.sources import environment
 from slipstream.devices import rng
-from slipstream.devices.table import DistributedType, best_family, device_for, set_device
+from slipstream.devices.table import DistributedType, Family, best_family, choose_family, device_for, set_device
 from slipstream.distributed import collectives
 from slipstream.distributed.barriers import barrier, run_first, run_only_if
 from slipstream.distributed.call_site import call_site, calling_code
@@ -56,8 +56,8 @@ def is_initialized() -> bool:
 class PartialState:
     """Which process this is, on which device, and how it talks to the others.
 
-    Keyword arguments: `timeout` (timedelta or seconds), `backend` and `init_method` for the process group, and the safety
-    options `debug`, `hang_warning` and `barrier_timeout`.
+    Keyword arguments: `device` (a device family, such as "cpu"), `timeout` (timedelta or seconds), `backend` and `init_method` for the
+    process group, and the safety options `debug`, `hang_warning` and `barrier_timeout`.
 
     >>> state = PartialState()
     >>> state.num_processes, state.is_main_process, state.gather(["a"])
@@ -73,9 +73,10 @@ class PartialState:
         self._runtime = current()
         self.debug: bool = safety.debug
         self.fork_launched: bool = environment().get("FORK_LAUNCHED") == "1"
-        self._family = best_family(self._config.device.cpu, distributed=self._runtime.process.world_size > 1)
+        named, several = self._config.device.family, self._runtime.process.world_size > 1
+        self._family = choose_family(named, self._config.describe_device(), distributed=several)
         self.device: torch.device = device_for(self._family, self._runtime.process.local_rank)
-        self._settings = _group_settings(backend, init_method, self._family.backend, self._runtime.settings)
+        self._settings = _group_settings(backend, init_method, self._family, self._runtime.settings)
         self._part: ResultOrder | None = None
         self._part_of: CodeType | None = None
         self._triggered = False
@@ -453,7 +454,7 @@ class AcceleratorState(PartialState):
         return self._channel()
 
 
-_CONSTRUCTOR_OPTIONS = ("debug", "timeout", "barrier_timeout", "hang_warning", "mixed_precision", "gradient_accumulation_steps")
+_CONSTRUCTOR_OPTIONS = ("device", "debug", "timeout", "barrier_timeout", "hang_warning", "mixed_precision", "gradient_accumulation_steps")
 
 
 def _unpickle_state(kind: type[PartialState], arguments: dict[str, Any]) -> PartialState:
@@ -472,7 +473,7 @@ def _constructor_values(cpu: bool, kwargs: dict[str, Any]) -> dict[str, object]:
     return values
 
 
-def _group_settings(backend: str | None, init_method: str | None, usual: str, present: GroupSettings | None) -> GroupSettings:
+def _group_settings(backend: str | None, init_method: str | None, family: Family, present: GroupSettings | None) -> GroupSettings:
     """Return what this object wants of torch's default group; raise if that is impossible."""
     known = torch.distributed.Backend.backend_list
     if backend is not None and not {part.rpartition(":")[2] for part in backend.split(",")} <= set(known):
@@ -483,7 +484,7 @@ def _group_settings(backend: str | None, init_method: str | None, usual: str, pr
         raise ConfigError(
             f"backend={backend!r} was asked for, but the process group is open with {present.backend!r}: call destroy_process_group() first"
         )
-    return GroupSettings(backend or usual, init_method)
+    return GroupSettings(backend, init_method) if backend else GroupSettings.of(family, init_method)
 
 
 def _named_values(value: Any) -> Mapping[str, Any]:

@@ -477,6 +477,8 @@ class LaunchResult:
 
 def launch(plan: LaunchPlan) -> int:
     """Carry out a plan, print the report of a failure, and return the exit code. A plan for one process replaces this process."""
+    if plan.plugin is not None:
+        importlib.import_module(plan.plugin).extension_file()  # built now, and its errors shown, before any process starts
     if plan.single:
         _replace_this_process(plan)
     result = run_agent(plan)
@@ -579,6 +581,8 @@ def _import_modules(plan: LaunchPlan) -> LaunchPlan:
 
     for name in modules_to_preload(plan.target) if plan.start_method == "fork" else ():
         importlib.import_module(name)
+    if plan.plugin is not None and plan.start_method == "fork":
+        importlib.import_module(plan.plugin).enable()  # loaded once for all; no device starts
     gc.enable()
     gc.freeze()  # a collection in a worker would otherwise copy the pages that all workers share
     if plan.start_method != "fork":

@@ -50,6 +50,12 @@ class VisibleAccelerators:
     count: int = 0
     variable: str | None = None
     """The environment variable that limits which of them a process sees."""
+    total: int | None = None
+    """How many there are for certain, whatever a process may see of them; None if device files were counted, which may be wrong."""
+    total_variable: str = ""
+    """The variable that sets `total`."""
+    plugin: str | None = None
+    """The module that builds and enables such devices, if they are not simply there: `extension_file()` and `enable()`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +116,8 @@ class LaunchPlan:
     """Whose output the terminal shows: all processes, or rank 0 alone."""
     log_format: str = "text"
     all_warnings: bool = False
+    plugin: str | None = None
+    """The module that builds and enables the devices, once, before the processes start."""
 
     @property
     def single(self) -> bool:
@@ -188,6 +196,7 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
         quiet=config.command.quiet,
         log_format=config.safety.log_format,
         all_warnings=config.safety.all_warnings,
+        plugin=None if config.device.family == "cpu" else machine.accelerators.plugin,
     )
 
 
@@ -213,8 +222,9 @@ def check_target(target: Target) -> None:
 
 
 def _local_processes(config: Config, accelerators: VisibleAccelerators) -> int:
-    usable = 0 if config.device.cpu else accelerators.count
-    if config.launch.gpu_ids is not None and not config.device.cpu:
+    on_cpu = config.device.family == "cpu"
+    usable = 0 if on_cpu else accelerators.count
+    if config.launch.gpu_ids is not None and not on_cpu:
         if not accelerators.count:
             raise ConfigError(f"{config.describe('gpu_ids')}, but no accelerator was found on this machine.\nLeave it out.")
         usable = min(usable, len(device_ids(config.launch.gpu_ids) or range(usable)))
@@ -222,7 +232,30 @@ def _local_processes(config: Config, accelerators: VisibleAccelerators) -> int:
         found = "is 1 accelerator" if usable == 1 else f"are {usable} accelerators"
         raise ConfigError(f"{config.describe('multi_gpu')}, but there {found} to use on this machine.\nLeave --multi_gpu out.")
     wanted = config.launch.num_processes
-    return max(1, usable) if wanted is None else wanted // config.launch.num_machines
+    local = max(1, usable) if wanted is None else wanted // config.launch.num_machines
+    if accelerators.total is not None and not on_cpu:
+        _check_total(config, accelerators, accelerators.total, usable, local)
+    return local
+
+
+def _check_total(config: Config, accelerators: VisibleAccelerators, total: int, usable: int, local: int) -> None:
+    """Raise if processes or device numbers go beyond devices whose number is certain."""
+    device = config.describe_device()
+    beyond = [entry for entry in device_ids(config.launch.gpu_ids) or () if not entry.isdecimal() or int(entry) >= total]
+    if beyond:
+        raise ConfigError(
+            f"{config.describe('gpu_ids')} names {', '.join(beyond)}, but {device} has {total} devices, 0 to {total - 1}.\n"
+            f"Name some of those, or set {accelerators.total_variable} for more."
+        )
+    if local > usable:
+        limited = f" of {total}, which {accelerators.variable} allows" if usable < total else ""
+        instead = f"--num_processes {usable * config.launch.num_machines}, or " if usable else ""
+        more = f"unset {accelerators.variable}" if local <= total else f"set {accelerators.total_variable}={local} for more devices"
+        raise ConfigError(
+            f"{config.describe('num_processes')} means {local} on this machine, but {device} has {usable} devices{limited}: "
+            f"{local} - {usable} = {local - usable} without one.\n"
+            f"Each process needs a device of its own: write {instead}{more}."
+        )
 
 
 def _start_method(config: Config, target: Target, machine: MachineSpec, local_processes: int) -> tuple[StartMethod, str]:
@@ -251,7 +284,7 @@ def _environment(config: Config, environ: Mapping[str, str], machine: MachineSpe
     if threads is not None:
         found["OMP_NUM_THREADS"] = str(threads)
     ids = device_ids(config.launch.gpu_ids)
-    if ids is not None and machine.accelerators.variable and not config.device.cpu:
+    if ids is not None and machine.accelerators.variable and config.device.family != "cpu":
         found[machine.accelerators.variable] = ",".join(ids)
     if config.sharding.use_fsdp and config.sharding.fsdp_cpu_ram_efficient_loading:
         # transformers reads these two: it then loads weights on the main process only
@@ -316,6 +349,7 @@ def describe_plan(plan: LaunchPlan, config: Config, mesh: Sequence[tuple[str, st
         ("arguments", " ".join(_quoted(argument) for argument in plan.target.arguments) or "none"),
         ("processes", here),
         ("machine", f"{plan.machine_rank} of {plan.num_machines}"),
+        ("device", config.device.family or "the first family that torch can use"),
         ("started by", f"{plan.start_method}: {plan.reason}"),
         ("command", " ".join(_quoted(word) for word in plan.command)),
     ]

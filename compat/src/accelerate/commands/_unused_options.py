@@ -63,7 +63,7 @@ def unused_options(args: argparse.Namespace, typed: Collection[str]) -> Iterator
 
 
 def _has_accelerator() -> bool:
-    from slipstream.devices.table import count_without_torch
+    from slipstream.devices.count import count_without_torch
 
     return count_without_torch(dict(os.environ))[1] > 0
 

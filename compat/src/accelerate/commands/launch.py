@@ -235,7 +235,7 @@ def _text(value: Any) -> Any:
 def _plan(args: argparse.Namespace) -> tuple[LaunchPlan, Config]:
     """Return the plan of Slipstream's launcher, whose workers also get the variables of Accelerate."""
     from slipstream.config import resolve
-    from slipstream.devices.table import count_without_torch
+    from slipstream.devices.count import count_without_torch
     from slipstream.launch.plan import MachineSpec, Target, VisibleAccelerators, make_plan
 
     environ = dict(os.environ)

@@ -70,7 +70,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 def get_current_device_type() -> tuple[str, str]:
     """Return the kind of device of this machine and the `DistributedType` of several processes on it, without starting the device."""
-    from slipstream.devices.table import count_without_torch
+    from slipstream.devices.count import count_without_torch
 
     family, count = count_without_torch(dict(os.environ))
     if not count:

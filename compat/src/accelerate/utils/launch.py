@@ -185,7 +185,7 @@ def _device_variables(args: argparse.Namespace) -> dict[str, str]:
     ids = getattr(args, "gpu_ids", None)
     if ids in (None, "", "all"):
         return {}
-    from slipstream.devices.table import count_without_torch
+    from slipstream.devices.count import count_without_torch
 
     family, _ = count_without_torch(dict(os.environ))
     return {_VISIBLE.get(family.type, "CUDA_VISIBLE_DEVICES"): str(ids)}

@@ -35,7 +35,7 @@ from slipstream.big_models.device_map.validation import (
     warn_unknown_tensors,
 )
 from slipstream.devices.memory import available_memory, convert_bytes
-from slipstream.devices.table import CPU, Family, best_family
+from slipstream.devices.table import CPU, Family, default_family
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
@@ -81,7 +81,7 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Device, 
     {0: 1000, 1: 100, 'cpu': 2147483648}
     """
     if max_memory is None:
-        return _measure_memory(best_family())
+        return _measure_memory(default_family())
     if not isinstance(max_memory, Mapping):
         raise ConfigError(f'max_memory={max_memory!r} is not a dict. Write what each device may hold: {{0: "10GiB", "cpu": "30GiB"}}.')
     found: dict[Device, int] = {}

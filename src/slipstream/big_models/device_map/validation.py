@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.config.names import nearest
-from slipstream.devices.table import CPU, FAMILIES, best_family
+from slipstream.devices.table import CPU, FAMILIES, default_family
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
@@ -63,7 +63,7 @@ def resolve_device(given: Any, where: str) -> torch.device:
     device(type='cpu')
     """
     kind = None if isinstance(given, int) or str(given).isdecimal() else str(given).partition(":")[0]
-    family = best_family() if kind is None else next((family for family in FAMILIES if family.type == kind), None)
+    family = default_family() if kind is None else next((family for family in FAMILIES if family.type == kind), None)
     try:
         key = parse_device_key(given, where)
     except ConfigError:  # the message below also fits what is not a device anywhere
@@ -80,7 +80,7 @@ def resolve_device(given: Any, where: str) -> torch.device:
 
 
 def _known_devices() -> list[str]:
-    family = best_family()
+    family = default_family()
     accelerators = [] if family is CPU else list(map(str, range(family.count()))) if family.indexed else [repr(family.type)]
     return [*accelerators, repr(CPU.type), repr(DISK)]
 

@@ -25,8 +25,9 @@ from slipstream.big_models.estimate.tensors import (
     read_config,
     read_tensors,
 )
+from slipstream.devices.count import count_without_torch
 from slipstream.devices.memory import available_memory
-from slipstream.devices.table import CPU, FAMILIES
+from slipstream.devices.table import CPU
 from slipstream.distributed.progress_bar import waiting
 from slipstream.errors import ConfigError
 
@@ -178,7 +179,7 @@ def measure_free_memory(environ: Mapping[str, str]) -> dict[str, int]:
     'cpu'
     """
     found: dict[str, int] = {}
-    if any(family.count_files(environ) for family in FAMILIES if family is not CPU):
+    if count_without_torch(environ)[1]:
         from slipstream.devices.table import best_family, device_for
 
         family = best_family()

@@ -28,7 +28,7 @@ from slipstream.big_models.hooks.weight_swap import (
     wrap_like,
 )
 from slipstream.devices.memory import clear_device_cache
-from slipstream.devices.table import best_family, device_for
+from slipstream.devices.table import default_family, device_for
 from slipstream.distributed.pytree import find_device, send_to_device
 from slipstream.errors import ConfigError
 
@@ -569,7 +569,7 @@ class CpuOffload(ModelHook):
         self, execution_device: str | int | torch.device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = device_for(best_family()) if execution_device is None else execution_device
+        self.execution_device = device_for(default_family()) if execution_device is None else execution_device
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Move the model to host memory."""

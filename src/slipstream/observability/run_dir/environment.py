@@ -16,10 +16,11 @@ from slipstream.config import resolve
 from slipstream.config.names import is_internal
 from slipstream.config.redaction import redact, redact_text
 from slipstream.config.resolved_config import VARIABLE
+from slipstream.devices.count import count_without_torch
 from slipstream.devices.memory import available_cores, available_memory, convert_bytes, host_memory
 from slipstream.devices.packages import version_of
-from slipstream.devices.table import FAMILIES, count_without_torch
-from slipstream.errors import ConfigError
+from slipstream.devices.table import FAMILIES
+from slipstream.errors import ConfigError, SlipstreamError
 
 __all__ = ["environment_report"]
 
@@ -39,12 +40,12 @@ def environment_report(environ: Mapping[str, str], *, config_file: str | None = 
     sections: dict[str, _Section] = {
         "versions": _versions(),
         "system": _system(),
-        "devices": _devices(environ),
+        "devices": _devices(environ, config_file),
         "configuration": _configuration(environ, config_file),
         "environment": _variables(environ),
     }
     if deep:
-        sections["torch"] = _torch()
+        sections["torch"] = _torch(environ, config_file)
     return {title: {key: _hide_home(value, environ) for key, value in entries.items()} for title, entries in sections.items()}
 
 
@@ -73,9 +74,24 @@ def _system() -> _Section:
     }
 
 
-def _devices(environ: Mapping[str, str]) -> _Section:
-    family, count = count_without_torch(environ)
-    return {"type": family.type, "accelerators": count, "backend": family.backend, "found by": "device files and variables"}
+def _devices(environ: Mapping[str, str], config_file: str | None) -> _Section:
+    named, given = _named_device(environ, config_file)
+    try:
+        family, count = count_without_torch(environ, named, given)
+    except ConfigError as error:
+        return {"error": redact_text(str(error))}
+    missing = family.missing_software()
+    found = {"type": family.type, "accelerators": count, "backend": family.backend, "found by": "device files and variables"}
+    return {**found, **({} if named is None else {"chosen by": given}), **({} if missing is None else {"cannot be used": missing})}
+
+
+def _named_device(environ: Mapping[str, str], config_file: str | None) -> tuple[str | None, str]:
+    """Return the device family that an option names, and the option with its origin."""
+    try:
+        config = resolve(config_file=config_file, environ=environ, default_file=True)
+    except ConfigError:  # the section about the configuration shows it
+        return None, ""
+    return config.device.family, config.describe_device()
 
 
 def _configuration(environ: Mapping[str, str], config_file: str | None) -> _Section:
@@ -98,13 +114,16 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
 
 
-def _torch() -> _Section:
+def _torch(environ: Mapping[str, str], config_file: str | None) -> _Section:
     import torch
     import torch.distributed as distributed
 
-    from slipstream.devices.table import best_family, device_for
+    from slipstream.devices.table import choose_family, device_for
 
-    family = best_family()
+    try:
+        family = choose_family(*_named_device(environ, config_file))
+    except SlipstreamError as error:
+        return {"version": torch.__version__, "error": redact_text(str(error))}
     known = dict.fromkeys([*(family.backend for family in reversed(FAMILIES)), "mpi", "ucc"])
     backends = [name for name in known if getattr(distributed, f"is_{name}_available", bool)()]
     devices = {}

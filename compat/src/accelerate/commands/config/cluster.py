@@ -14,7 +14,7 @@ from accelerate.commands.config.config_utils import (
     _convert_dynamo_backend,
     _convert_yes_no_to_bool,
 )
-from slipstream.devices.table import count_without_torch
+from slipstream.devices.count import count_without_torch
 
 __all__ = ["get_cluster_input"]
 

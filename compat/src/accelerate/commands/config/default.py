@@ -10,7 +10,7 @@ from accelerate._enumerations import ComputeEnvironment
 from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.utils.environment import get_current_device_type
-from slipstream.devices.table import count_without_torch
+from slipstream.devices.count import count_without_torch
 from slipstream.errors import ConfigError
 
 __all__ = ["default_command_parser", "default_config_command", "write_basic_config"]
