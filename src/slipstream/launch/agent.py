@@ -581,8 +581,9 @@ def _import_modules(plan: LaunchPlan) -> LaunchPlan:
 
     for name in modules_to_preload(plan.target) if plan.start_method == "fork" else ():
         importlib.import_module(name)
-    if plan.plugin is not None and plan.start_method == "fork":
-        importlib.import_module(plan.plugin).enable()  # loaded once for all; no device starts
+    if plan.plugin is not None:  # forked workers have it loaded, fresh ones find it built; no device starts here
+        plugin = importlib.import_module(plan.plugin)
+        plugin.enable() if plan.start_method == "fork" else plugin.extension_file()
     gc.enable()
     gc.freeze()  # a collection in a worker would otherwise copy the pages that all workers share
     if plan.start_method != "fork":
