@@ -72,6 +72,8 @@ def test_what_is_free_on_accelerators() -> None:
     assert plan._measure_memory(fake(NUMBERED), free) == {0: 70, "cpu": 500}
     integrated = fake(NUMBERED, get_device_properties=lambda _: SimpleNamespace(is_integrated=True))
     assert plan._measure_memory(integrated, free) == {0: 70}
+    integrated = fake(NUMBERED, get_device_properties=lambda _: SimpleNamespace(is_integrated_gpu=True))
+    assert plan._measure_memory(integrated, free) == {0: 70}
     assert plan._measure_memory(fake(NAMED, recommended_max_memory=lambda: 60), free) == {NAMED.type: 60}
 
 

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -176,3 +177,23 @@ def test_bad_numpy_state_refused(change: dict[str, Any]) -> None:
     state["numpy"]["state"].update(change)
     with pytest.raises(ConfigError, match="not a random state of numpy"):
         restore(state)
+
+
+def test_states_of_each_device() -> None:
+    """A family that reads one state at a time gives the state of every device, and each goes back to its own."""
+    namespace = FakeNamespace()
+    row = fake("sdaa", SimpleNamespace(
+        is_available=namespace.is_available, device_count=namespace.device_count, set_rng_state=namespace.set_rng_state,
+        get_rng_state=lambda index: namespace.states[index].clone(),
+    ))
+    state = rng.capture(["sdaa"], families=(row,))
+    before = [tensor.clone() for tensor in namespace.states]
+    namespace.states = [torch.full((4,), 9, dtype=torch.uint8)] * 2
+    assert rng.restore(state, families=(row,)) == ()
+    assert all(map(torch.equal, namespace.states, before))
+
+
+def test_family_that_cannot_restore() -> None:
+    """A family without a function to set states is reported as not restored."""
+    row = fake("sdaa", SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+    assert rng.restore({"sdaa": [torch.zeros(4)]}, families=(row,)) == ("sdaa",)

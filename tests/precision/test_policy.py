@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -124,6 +125,15 @@ def test_unsupported_device_refused(monkeypatch) -> None:
     monkeypatch.setattr(policies, "is_fp16_available", lambda: False)
     with pytest.raises(ConfigError, match="float16"):
         check_device("fp16", "cpu")
+
+
+def test_format_outside_autocast_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A format that the autocast of a device does not list is refused: torch would warn, and compute in float32."""
+    namespace = types.SimpleNamespace(get_amp_supported_dtype=lambda: [torch.float16])
+    monkeypatch.setattr(policies, "family_of", lambda _: dataclasses.replace(CPU, module=lambda: namespace))
+    check_device("fp16", "cpu")
+    with pytest.raises(ConfigError, match="bf16.*autocast computes in float16 only"):
+        check_device("bf16", "cpu")
 
 
 def test_device_without_autocast_refused() -> None:

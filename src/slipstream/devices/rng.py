@@ -150,7 +150,8 @@ def _device_states(family: Family) -> list[Any]:
     """Return one state per device that this process sees."""
     if family.has("get_rng_state_all"):
         return list(family.ask("get_rng_state_all"))
-    return [family.ask("get_rng_state")] if family.has("get_rng_state") else []
+    numbers = range(family.count() if family.indexed else 1) if family.has("get_rng_state") else ()
+    return [family.ask("get_rng_state", device=number) for number in numbers]
 
 
 def _restore_devices(family: Family, states: list[Any]) -> bool:

@@ -667,8 +667,9 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 def is_xccl_available() -> bool:
     """Return whether torch was built with the communication library for Intel GPUs."""
-    distributed = importlib.import_module("torch.distributed")
-    return bool(distributed.is_available() and distributed.is_xccl_available())
+    import torch.distributed as distributed
+
+    return distributed.is_available() and distributed.is_xccl_available()
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:

@@ -282,6 +282,10 @@ def _explain_unsupported(mixed_precision: str, device_type: str) -> str | None:
         return "it does not compute in bfloat16"
     if mixed_precision == "fp16" and family.type != CPU.type and not is_fp16_available():
         return "it does not compute in float16"
+    # torch would warn and compute in float32.
+    computed = family.ask("get_amp_supported_dtype")
+    if computed is not None and _AUTOCAST_DTYPES[mixed_precision] not in computed:
+        return f"its autocast computes in {', '.join(str(dtype).removeprefix('torch.') for dtype in computed)} only"
     return None
 
 
