@@ -188,7 +188,7 @@ class _Reader(ast.NodeVisitor):
         self.complaints.append(f"{self.path}:{getattr(node, 'lineno', '?')}: {text}")
 
     def _is_table(self) -> bool:
-        return self.path == "devices/table.py"
+        return self.path in ("devices/table.py", "devices/lazy_runtime.py")
 
     def _dotted(self, node: ast.expr) -> str:
         """Return the full name of an attribute below a module of torch; "" for anything else."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from device_calls import FAMILY, DeviceCall, bind
 
-from slipstream.devices.table import Family, LazyRuntime
+from slipstream.devices.lazy_runtime import LazyRuntime
+from slipstream.devices.table import Family
 
 IN_TORCH = ("cuda", "xpu", "mps", "cpu")
 _RECORD = Path(__file__).with_name("family_functions.txt")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slipstream.devices.table import LazyRuntime
+from slipstream.devices.lazy_runtime import LazyRuntime
 
 
 def _runtime(hardware: str | None, started: bool = True) -> LazyRuntime:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CPU", "DistributedType", "FAMILIES", "Family", "LazyRuntime", "RNGType", "StringEnum", "best_family", "choose_family",
+    "CPU", "DistributedType", "FAMILIES", "Family", "RNGType", "StringEnum", "best_family", "choose_family",
     "default_family", "device_file_counter", "device_for", "family_of", "family_types", "import_plugin", "is_bf16_available",
     "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available",
     "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available",
@@ -241,44 +241,6 @@ class Family:
         return int(text)
 
 
-class LazyRuntime:
-    """A device namespace (`is_available`, `device_count`, ...) over the runtime and model modules of torch_xla."""
-
-    def __init__(self, started: Callable[[], bool], runtime: Any, model: Any) -> None:
-        self._started = started
-        self._runtime = runtime
-        self._model = model
-
-    def hardware(self) -> str | None:
-        """Return what the runtime uses: "TPU", "CUDA", "CPU" and so on."""
-        name = self._runtime.device_type()
-        return None if name is None else str(name)
-
-    def is_available(self) -> bool:
-        return self.hardware() not in (None, "CPU")
-
-    def device_count(self) -> int:
-        return int(self._runtime.addressable_device_count())
-
-    def is_initialized(self) -> bool:
-        return bool(self._started())
-
-    def manual_seed_all(self, seed: int) -> None:
-        self._model.set_rng_state(seed)
-
-    def get_rng_state(self) -> Any:
-        import torch
-
-        return torch.tensor(self._model.get_rng_state())
-
-    def set_rng_state(self, state: Any) -> None:
-        self._model.set_rng_state(int(state))
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        info = self._model.get_memory_info(device)
-        return int(info["bytes_limit"]) - int(info["bytes_used"]), int(info["bytes_limit"])
-
-
 # --- public names -------------------------------------------------------------------------------------------
 
 
@@ -376,6 +338,8 @@ def _intel(root: Path) -> int:
 def _xla_namespace() -> Any:
     if not import_plugin("torch_xla"):
         return None
+    from slipstream.devices.lazy_runtime import LazyRuntime
+
     package, runtime, model = map(importlib.import_module, ("torch_xla", "torch_xla.runtime", "torch_xla.core.xla_model"))
     # torch internals: torch_xla has no public question that does not start the runtime. Tried on fakes alone.
     return LazyRuntime(package._XLAC._xla_runtime_is_initialized, runtime, model)
