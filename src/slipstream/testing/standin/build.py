@@ -84,7 +84,7 @@ def _key(compiler: str) -> str:
     for file in sorted(_SOURCES.iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False).stdout.strip()
-    parts = (*_FLAGS, compiler, version, sys.version, sys.prefix)
+    parts = (*_FLAGS, compiler, version, sys.version)
     digest.update("\0".join(parts).encode())
     return f"torch-{version_of('torch')}-{digest.hexdigest()[:16]}"
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <limits>
 #include <thread>
@@ -249,3 +250,22 @@ Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 }
 
 }  // namespace standin
+
+namespace c10d {
+namespace {
+
+/// Times the phases of DistributedDataParallel on the clock of the host: kernels run in the caller's thread.
+class StandinTimer final : public Timer {
+ public:
+  explicit StandinTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const auto begun = getTimestamp(start);
+    const auto ended = getTimestamp(end);
+    return begun && ended ? std::make_optional(*ended - *begun) : std::nullopt;
+  }
+};
+
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::DeviceType::PrivateUse1, StandinTimer)
+
+}  // namespace
+}  // namespace c10d
