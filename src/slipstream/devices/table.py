@@ -342,6 +342,8 @@ def _xla_namespace() -> Any:
 
     package, runtime, model = map(importlib.import_module, ("torch_xla", "torch_xla.runtime", "torch_xla.core.xla_model"))
     # torch internals: torch_xla has no public question that does not start the runtime. Tried on fakes alone.
+    from slipstream.devices.lazy_runtime import LazyRuntime
+
     return LazyRuntime(package._XLAC._xla_runtime_is_initialized, runtime, model)
 
 
@@ -503,7 +505,7 @@ def named_family(name: str, given: str = "") -> Family:
     row = next((family for family in FAMILIES if family.type == name), None)
     if row is None:
         known = ", ".join(family_types())
-        raise ConfigError(f"{given or name!r}: there is no such device family.\nWrite one of {known}, or leave it out.")
+        raise ConfigError(f"{given or repr(name)}: there is no such device family.\nWrite one of {known}, or leave it out.")
     return row
 
 

@@ -4,6 +4,6 @@ checks.
 The pytest fixtures are opt-in: `pytest_plugins = ["slipstream.testing.plugin"]` in a conftest.
 """
 
-from slipstream.testing.rank_pool import Outcome, RankFailure, RankPool, ranks
+from slipstream.testing.rank_pool import DeviceUnavailable, Outcome, RankFailure, RankPool, ranks
 
-__all__ = ["Outcome", "RankFailure", "RankPool", "ranks"]
+__all__ = ["DeviceUnavailable", "Outcome", "RankFailure", "RankPool", "ranks"]

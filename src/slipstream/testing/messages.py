@@ -8,6 +8,7 @@ pytest's rewritten asserts; other modules by name. A closed end raises `EOFError
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import socket
 import struct
@@ -19,7 +20,7 @@ from typing import Any
 
 from slipstream.errors import StateError
 
-__all__ = ["pack", "receive", "send", "unpack"]
+__all__ = ["dump_on_host", "pack", "receive", "send", "unpack"]
 
 
 _LENGTHS = struct.Struct(">QQ")
@@ -114,3 +115,30 @@ def _by_value(cloudpickle: ModuleType, module: ModuleType) -> Iterator[None]:
         yield
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+def dump_on_host(value: Any) -> bytes:
+    """Return a value as a pickle whose tensors are in host memory: the process that reads it need not have their device.
+
+    >>> import torch
+    >>> unpack(dump_on_host({"loss": torch.tensor([1.5])}))
+    {'loss': tensor([1.5000])}
+    """
+    import cloudpickle
+
+    class HostPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+        """Pickles tensors of devices as tensors of the host."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            torch = sys.modules.get("torch")
+            if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+                return _same, (obj.detach().cpu(),)
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    HostPickler(file).dump(value)
+    return file.getvalue()
+
+
+def _same(value: Any) -> Any:
+    return value

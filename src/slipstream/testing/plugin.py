@@ -1,5 +1,5 @@
 """Fixtures for pytest: `ranks`, a factory of rank pools kept for the session, and `no_leaks`, which fails a test that leaves something
-behind.
+behind. A test on a device that cannot be used here is skipped with the reason, and fails where the variable CI is set.
 
 Opt-in, in a conftest:
 
@@ -12,47 +12,74 @@ Then:
 
     def test_sum(ranks):
         assert ranks(2).run(my_distributed_function) == [3, 3]
+
+    @pytest.mark.parametrize("device", ["cpu", "standin"])
+    def test_on_both(ranks, device):
+        assert ranks(2, device=device).run(my_distributed_function) == [3, 3]
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
+from slipstream.config.sources import environment
 from slipstream.testing import leaks
-from slipstream.testing.rank_pool import RankPool
+from slipstream.testing.rank_pool import DeviceUnavailable, RankPool
 
-__all__ = ["RankPools", "no_leaks", "rank_pools", "ranks"]
+__all__ = ["RankPools", "no_leaks", "rank_pools", "ranks", "skip_or_fail"]
 
 
 class RankPools:
-    """One pool for each size that the session has used.
+    """One pool for each size and device that the session has used; those for the CPU share their processes with those for no device.
 
     >>> pools = RankPools()
-    >>> pools(2) is pools(2), pools(3).size
-    (True, 3)
+    >>> pools(2) is pools(2), pools(3).size, pools(2, device="cpu").device
+    (True, 3, 'cpu')
     >>> pools.close()
     """
 
     def __init__(self) -> None:
-        self._by_size: dict[int, RankPool] = {}
+        self._pools: dict[tuple[int, str | None], RankPool] = {}
+        self._unavailable: dict[str | None, str] = {}
 
-    def __call__(self, size: int = 2) -> RankPool:
-        if size not in self._by_size:
-            self._by_size[size] = RankPool(size)
-        return self._by_size[size]
+    def __call__(self, size: int = 2, device: str | None = None) -> RankPool:
+        key = size, device
+        if device in self._unavailable:
+            skip_or_fail(self._unavailable[device])
+        if key not in self._pools:
+            pool = RankPool(size, device, share=self(size) if device == "cpu" else None)
+            if device not in (None, "cpu"):
+                self._start(pool)
+            self._pools[key] = pool
+        return self._pools[key]
+
+    def _start(self, pool: RankPool) -> None:
+        try:
+            pool.start()
+        except DeviceUnavailable as error:
+            self._unavailable[pool.device] = str(error)
+            skip_or_fail(str(error))
 
     @property
     def server_pids(self) -> set[int]:
         """Processes of the session itself: no test has leaked them."""
-        return {pool.server_pid for pool in self._by_size.values() if pool.server_pid is not None}
+        return {pool.server_pid for pool in self._pools.values() if pool.server_pid is not None}
 
     def close(self) -> None:
         """End every pool."""
-        for pool in self._by_size.values():
+        for pool in self._pools.values():
             pool.close()
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip the test that is running for this reason; fail it where the variable CI is set, because there it must run."""
+    if environment().get("CI", "").lower() not in ("", "0", "false"):
+        pytest.fail(f"this test may not be skipped where CI is set: {reason}", pytrace=False)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +92,7 @@ def rank_pools() -> Iterator[RankPools]:
 
 @pytest.fixture
 def ranks(rank_pools: RankPools) -> RankPools:
-    """`ranks(2).run(function)`: a pool of two, started at its first use and kept for the session."""
+    """`ranks(2).run(function)`: a pool of two, started at its first use and kept for the session; `ranks(2, device="cpu")` on a device."""
     return rank_pools
 
 

@@ -3,6 +3,7 @@
     with ranks(2) as pool:
         assert pool.run(lambda: PartialState().process_index) == [0, 1]
 
+`ranks(2, device="cpu")` names the device family that the ranks compute on; a stand-in accelerator is loaded before they are forked.
 Every run starts fresh (own store, own attempt, closed runtime, same seeds and variables). A rank that dies or does not finish is reported
 with its signal or its stacks, and the next run has a full pool again; anything that a rank leaves behind fails the run. Nothing listens
 outside 127.0.0.1, and the calling process, which may have threads and devices, is never forked: one fresh interpreter
@@ -29,11 +30,13 @@ from types import TracebackType
 from typing import IO, Any, TypeVar
 
 from slipstream.config.handlers import check_count
+from slipstream.config.schema import OPTIONS
+from slipstream.devices.table import named_family
 from slipstream.errors import SlipstreamError, StateError
 from slipstream.launch.store import ExitNotice
 from slipstream.testing import messages
 
-__all__ = ["Outcome", "PoolServer", "RankFailure", "RankPool", "rank_failure", "ranks"]
+__all__ = ["DeviceUnavailable", "Outcome", "PoolServer", "RankFailure", "RankPool", "rank_failure", "ranks"]
 
 
 _BOOT = """
@@ -43,6 +46,11 @@ from slipstream.testing.server import serve
 serve(*json.loads(sys.argv[2]))
 """
 _START_SECONDS = 240.0  # a cold import of torch on a busy machine
+_BUILD_SECONDS = 240.0  # and the build of a device
+
+
+class DeviceUnavailable(StateError):
+    """The device that a pool was asked for cannot be used here; the message says why."""
 
 
 @dataclass
@@ -60,11 +68,11 @@ class PoolServer:
     deaths: dict[int, ExitNotice] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, *, size: int, preload: Sequence[str]) -> PoolServer:
+    def start(cls, *, size: int, preload: Sequence[str], device: str | None = None) -> PoolServer:
         """Start the interpreter that ranks are forked from; it inherits our variables and import path."""
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        arguments = [theirs.fileno(), size, f"pool-{uuid.uuid4().hex[:12]}", list(preload)]
+        arguments = [theirs.fileno(), size, f"pool-{uuid.uuid4().hex[:12]}", list(preload), device]
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(arguments)],
             stdin=subprocess.DEVNULL,
@@ -76,8 +84,10 @@ class PoolServer:
         theirs.close()
         server = cls(process=process, control=ours, log=log, size=size)
         try:
-            ours.settimeout(_START_SECONDS)
-            server._answer("ready")
+            ours.settimeout(_START_SECONDS + (_BUILD_SECONDS if device else 0.0))
+            problem = server._answer("ready")["problem"]
+            if problem:
+                raise DeviceUnavailable(problem)
         except BaseException:
             server.close()
             raise
@@ -238,8 +248,10 @@ _OWN_FIRST_FRAME = f'\n  File "{Path(__file__).with_name("worker.py")}"'
 Result = TypeVar("Result")
 
 
-def ranks(size: int) -> RankPool:
+def ranks(size: int, device: str | None = None) -> RankPool:
     """Return a pool of `size` ranks: use it with `with`, or `close()` it. Nothing starts before the first run.
+
+    `device` is the device family that the ranks compute on, as the option `device` names it; without it, the options decide.
 
     >>> with ranks(2) as pool:
     ...     results = pool.run(lambda word: word * 2, "ha")
@@ -249,18 +261,28 @@ def ranks(size: int) -> RankPool:
     >>> [outcome.summary for outcome in outcomes]
     ['ZeroDivisionError: division by zero', 'ZeroDivisionError: division by zero']
     """
-    return RankPool(size)
+    return RankPool(size, device)
+
+
+@dataclass
+class _PoolProcesses:
+    """The server and its ranks; pools that differ only in variables share them."""
+
+    server: PoolServer | None = None
+    attempt: int = 0
+    complete: bool = False
 
 
 class RankPool:
-    """The ranks of one test session; see `ranks`. Not for several threads at once."""
+    """The ranks of one test session; see `ranks`. Not for several threads at once. `share` is a pool whose processes are used."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str | None = None, *, share: RankPool | None = None) -> None:
         check_count(size, f"ranks({size!r}): a pool has at least one rank; write ranks(2)")
+        if device is not None:
+            named_family(device, f"ranks({size}, device={device!r})")
         self.size = size
-        self._attempt = 0
-        self._server: PoolServer | None = None
-        self._complete = False
+        self.device = device
+        self._processes: _PoolProcesses = _PoolProcesses() if share is None else share._processes
 
     def run(
         self,
@@ -298,7 +320,7 @@ class RankPool:
         __tracebackhide__ = True
         body = messages.pack(function, args, kwargs)
         try:
-            outcomes, left = self._run(body, timeout, patience, dict(environ or {}))
+            outcomes, left = self._run(body, timeout, patience, {**self._device_variables(), **(environ or {})})
         except BaseException:
             self.close()  # interrupted during an exchange (Ctrl-C, a time limit of pytest): start again next time
             raise
@@ -311,12 +333,12 @@ class RankPool:
     def _run(self, body: bytes, timeout: float, patience: float, environ: dict[str, str]) -> tuple[list[Outcome], list[str]]:
         server, port = self._begin()
         run = _Run(server, deadline=time.monotonic() + timeout, seconds=timeout, patience=patience)
-        run.send({"attempt": self._attempt, "port": port, "environ": environ}, body)
+        run.send({"attempt": self._processes.attempt, "port": port, "environ": environ}, body)
         run.collect()
         left = run.clean_up()
         outcomes = [run.outcome(rank) for rank in range(self.size)]
         if run.lost or left:
-            self._complete = False
+            self._processes.complete = False
             server.request("stop", "stopped")  # now, not at the next run: a stuck rank may be using a core
         return outcomes, left
 
@@ -328,33 +350,42 @@ class RankPool:
     @property
     def server_pid(self) -> int | None:
         """The process id of the interpreter that ranks are forked from, if it runs."""
-        return self._server.process.pid if self._server is not None else None
+        return self._processes.server.process.pid if self._processes.server is not None else None
+
+    def start(self) -> None:
+        """Start the ranks, which the first run otherwise does; raise `DeviceUnavailable` if their device cannot be used here."""
+        self._ready()
 
     def close(self) -> None:
         """End the ranks and their server. A closed pool starts again at its next run."""
-        if self._server is not None:
-            server, self._server, self._complete = self._server, None, False
+        processes = self._processes
+        if processes.server is not None:
+            server, processes.server, processes.complete = processes.server, None, False
             server.close()
+
+    def _device_variables(self) -> dict[str, str]:
+        return {} if self.device is None else {str(OPTIONS["device"].variable): self.device}
 
     def _begin(self) -> tuple[PoolServer, int]:
         """Return a complete pool, and the port of this run's store."""
         while True:
             server = self._ready()
-            self._attempt += 1
-            port: int = server.request("begin", "begun", attempt=self._attempt)["port"]
+            self._processes.attempt += 1
+            port: int = server.request("begin", "begun", attempt=self._processes.attempt)["port"]
             if not server.deaths:
                 return server, port
-            self._complete = False  # a rank ended between two runs, which is not an outcome of a run
+            self._processes.complete = False  # a rank ended between two runs, which is not an outcome of a run
 
     def _ready(self) -> PoolServer:
-        if self._server is not None and self._server.process.poll() is not None:
+        processes = self._processes
+        if processes.server is not None and processes.server.process.poll() is not None:
             self.close()
-        if self._server is None:
-            self._server = PoolServer.start(size=self.size, preload=_preload())
-        if not self._complete:
-            self._server.fork()
-            self._complete = True
-        return self._server
+        if processes.server is None:
+            processes.server = PoolServer.start(size=self.size, preload=_preload(), device=self.device)
+        if not processes.complete:
+            processes.server.fork()
+            processes.complete = True
+        return processes.server
 
     def __enter__(self) -> RankPool:
         return self

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from slipstream.devices.table import named_family
+from slipstream.errors import SlipstreamError
 from slipstream.launch.store import ALARM_KEY, ExitNotice, attempt_prefix, exit_key, open_listener, serve_store
 from slipstream.launch.worker_processes import die_with_parent
 from slipstream.testing import environment, messages
@@ -28,12 +30,18 @@ from slipstream.testing import environment, messages
 __all__ = ["serve"]
 
 
-def serve(control_descriptor: int, size: int, run_id: str, preload: Sequence[str]) -> None:
-    """Answer the pool's commands until it closes."""
+def serve(control_descriptor: int, size: int, run_id: str, preload: Sequence[str], device: str | None) -> None:
+    """Answer the pool's commands until it closes. A device that has to be loaded is loaded here, and started in the ranks only."""
     environment.replace({**environment.snapshot(), **environment.rank_variables(0, size, run_id=run_id, attempt=0, port=0)})
     for name in preload:
         importlib.import_module(name)
     server = _Server(control=socket.socket(fileno=control_descriptor), size=size, run_id=run_id)
+    try:
+        if device is not None:
+            named_family(device).enable()
+    except SlipstreamError as error:
+        messages.send(server.control, {"kind": "ready", "problem": str(error)})
+        return
     try:
         server.loop()
     finally:
@@ -60,7 +68,7 @@ class _Server:
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)
-            messages.send(self.control, {"kind": "ready"})
+            messages.send(self.control, {"kind": "ready", "problem": ""})
             while True:
                 ready = {key.fileobj for key, _ in selector.select()}
                 # Commands first: "begin" of the run in which a rank ended was sent before the rank could end.

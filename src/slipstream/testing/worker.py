@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.devices.table import CPU, FAMILIES
 from slipstream.distributed.current import reset
 from slipstream.testing import environment, leaks, messages
 
@@ -64,6 +65,7 @@ def _serve_run(me: RankProcess) -> None:
     environment.replace(own)
     os.chdir(me.folder)
     _seed()
+    _reset_devices()
     before = leaks.observe(variables=own)
     reply, result = _attempt(body)
     sys.stdout.flush()
@@ -110,7 +112,7 @@ def _pickled_value(value: Any) -> tuple[dict[str, Any], bytes]:
     import cloudpickle
 
     try:
-        return {"kind": "value", "when": time.monotonic()}, cloudpickle.dumps(value)
+        return {"kind": "value", "when": time.monotonic()}, messages.dump_on_host(value)
     except Exception as error:
         text = f"the function returned {type(value).__qualname__}, which cannot be pickled ({error}); return plain data or tensors"
         return _error_header(TypeError(text), text), cloudpickle.dumps(TypeError(text))
@@ -133,6 +135,16 @@ def _seed() -> None:
     sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+def _reset_devices() -> None:
+    """Take back what the run before has left on devices: the current one, cached memory, peaks. `_seed` has seeded them."""
+    for family in FAMILIES:
+        if family is not CPU and family.is_loaded() and family.ask("is_initialized", default=False):
+            if family.indexed:
+                family.ask("set_device", 0)
+            family.ask("empty_cache")
+            family.ask("reset_peak_memory_stats")
 
 
 def _close_runtime() -> str:
