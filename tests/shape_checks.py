@@ -63,6 +63,7 @@ MAY_TOUCH_VARIABLES = {
 DEVICE_FAMILIES = frozenset({"cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron", "xla", "standin"})
 MAY_NAME_DEVICES = {
     "devices/table.py": "the table itself",
+    "testing/plugin.py": "the fixture for tests that need the stand-in accelerator",
     "config/names.py": "the variables of the stand-in accelerator, which are no options",
     "public_names.py": "public names that scripts import, such as is_npu_available",
     "migrate/process_rules.py": "calls that it looks for in scripts, such as torch.cuda.set_device",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-from slipstream import Accelerator
+from slipstream import Accelerator, PartialState
 from slipstream.errors import ConfigError
 from slipstream.testing import DeviceUnavailable, ranks as pool_of
+from slipstream.testing.plugin import RankPools
 
 
 def chosen() -> tuple[str, str | None]:
@@ -35,22 +37,37 @@ def test_family_that_is_not_here(ranks):
     assert "device=xpu (from SLIPSTREAM_DEVICE) cannot be used here: torch" in str(outcomes[0].error)
 
 
-def test_unavailable_device_is_a_reason(monkeypatch, tmp_path):
-    """A device that cannot be built raises with the reason when the pool starts."""
+def test_unavailable_device(monkeypatch, tmp_path):
+    """A device that cannot be built is a reason: the pool raises it, the fixture skips the test, and fails it where CI is set."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("SLIPSTREAM_STANDIN_CACHE", str(tmp_path))
-    with pytest.raises(DeviceUnavailable, match="no-such-compiler"), pool_of(1, device="standin") as pool:
-        pool.start()
+    monkeypatch.delenv("CI", raising=False)
+    pools = RankPools()
+    with pytest.raises(pytest.skip.Exception, match="no-such-compiler") as caught:
+        pools(1, device="standin")
+    assert isinstance(caught.value.__context__, DeviceUnavailable)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="may not be skipped where CI is set: .*no-such-compiler"):
+        pools(2, device="standin")
+    assert pools.server_pids == set()
 
 
-@pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 1}), ("true", {"failed": 1})])
-def test_skipped_here_and_failed_in_ci(pytester, monkeypatch, tmp_path, ci, outcome):
-    """A test on a device that cannot be built is skipped with the reason, and fails where CI is set."""
-    monkeypatch.setenv("CI", ci)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("SLIPSTREAM_STANDIN_CACHE", str(tmp_path))
-    pytester.makeconftest('pytest_plugins = ["slipstream.testing.plugin"]')
-    pytester.makepyfile("def test_on_it(ranks):\n    ranks(1, device='standin').run(int)\n")
-    result = pytester.runpytest("-rs", "-p", "no:cacheprovider")
-    result.assert_outcomes(**outcome)
-    result.stdout.fnmatch_lines(["*no-such-compiler*"])
+def on_the_device() -> tuple[str, str | None, bool, float, torch.Tensor]:
+    """The device of a rank, its backend, whether the server had started it, a random number of it, and a sum over the ranks."""
+    module = torch.get_device_module("standin")
+    started = module.is_initialized()
+    state = PartialState()
+    drawn = torch.rand(1, device=state.device)
+    module.set_device(1)
+    return str(state.device), state.backend, started, drawn.item(), state.reduce(torch.ones(2, device=state.device))
+
+
+def test_standin_ranks(ranks):
+    """Each rank has a device of its own, seeded alike in every run, and its tensors come back on the host."""
+    first = ranks(2, device="standin").run(on_the_device)
+    again = ranks(2, device="standin").run(on_the_device)
+    assert [entry[:2] for entry in first] == [("standin:0", "standin"), ("standin:1", "standin")]
+    assert not any(entry[2] for entry in first)
+    assert [entry[3] for entry in first] == [entry[3] for entry in again] == [torch.rand(1, generator=torch.manual_seed(0)).item()] * 2
+    assert [entry[4].tolist() for entry in (*first, *again)] == [[2.0, 2.0]] * 4
+    assert first[0][4].device.type == "cpu"

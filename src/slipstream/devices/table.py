@@ -342,8 +342,6 @@ def _xla_namespace() -> Any:
 
     package, runtime, model = map(importlib.import_module, ("torch_xla", "torch_xla.runtime", "torch_xla.core.xla_model"))
     # torch internals: torch_xla has no public question that does not start the runtime. Tried on fakes alone.
-    from slipstream.devices.lazy_runtime import LazyRuntime
-
     return LazyRuntime(package._XLAC._xla_runtime_is_initialized, runtime, model)
 
 

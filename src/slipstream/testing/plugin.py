@@ -30,7 +30,7 @@ from slipstream.config.sources import environment
 from slipstream.testing import leaks
 from slipstream.testing.rank_pool import DeviceUnavailable, RankPool
 
-__all__ = ["RankPools", "no_leaks", "rank_pools", "ranks", "skip_or_fail"]
+__all__ = ["RankPools", "no_leaks", "rank_pools", "ranks", "skip_or_fail", "standin"]
 
 
 class RankPools:
@@ -88,6 +88,18 @@ def rank_pools() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def standin() -> str:
+    """The name of the stand-in accelerator, for `--device`: skips the test where it cannot be built. It is not enabled in this process."""
+    from slipstream.testing.standin import StandinUnavailable, extension_file
+
+    try:
+        extension_file()
+    except StandinUnavailable as error:
+        skip_or_fail(str(error))
+    return "standin"
 
 
 @pytest.fixture

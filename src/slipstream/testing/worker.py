@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.devices.table import CPU, FAMILIES
+from slipstream.devices.memory import clear_device_cache
+from slipstream.devices.table import CPU, FAMILIES, set_device
 from slipstream.distributed.current import reset
 from slipstream.testing import environment, leaks, messages
 
@@ -138,13 +139,11 @@ def _seed() -> None:
 
 
 def _reset_devices() -> None:
-    """Take back what the run before has left on devices: the current one, cached memory, peaks. `_seed` has seeded them."""
+    """Take back what the run before has left on devices: the current one, and cached memory. `_seed` has seeded them."""
+    clear_device_cache()
     for family in FAMILIES:
-        if family is not CPU and family.is_loaded() and family.ask("is_initialized", default=False):
-            if family.indexed:
-                family.ask("set_device", 0)
-            family.ask("empty_cache")
-            family.ask("reset_peak_memory_stats")
+        if family is not CPU and family.indexed and family.may_be_used():
+            set_device(sys.modules["torch"].device(family.type, 0))
 
 
 def _close_runtime() -> str:
