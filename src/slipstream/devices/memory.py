@@ -270,8 +270,16 @@ def timing_event_factory(device: Any) -> Callable[[], Any] | None:
 
     if family_of(device) is CPU:
         return None
+
+    def make() -> torch.Event:
+        return torch.Event(device=device, enable_timing=True)
+
     try:
-        torch.Event(device=device, enable_timing=True)
+        earlier_event, later_event = make(), make()
+        earlier_event.record()  # an event asks its device for support only now
+        later_event.record()
+        later_event.synchronize()
+        earlier_event.elapsed_time(later_event)
     except (RuntimeError, NotImplementedError, TypeError):  # a family without such events: callers use the clock of the host
         return None
-    return lambda: torch.Event(device=device, enable_timing=True)
+    return make

@@ -165,6 +165,8 @@ class UpdateGuard:
         self._loss = loss
         self._seen: deque[_BucketFindings] = deque(maxlen=4096)
         self._clipped: tuple[str, str] | None = None
+        self._norms: tuple[list[str], torch.Tensor] | None = None
+        """The norms of gradients on a device before they were clipped, not read yet."""
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, BackwardOrder] = weakref.WeakKeyDictionary()
         self._streaks: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
         self.skipped = 0
@@ -189,12 +191,17 @@ class UpdateGuard:
         self._seen.append(([id(parameter) for parameter in bucket.parameters()], seen))
 
     def before_clipping(self, models: Sequence[PreparedModel]) -> None:
-        """Record the first non-finite gradient, since clipping by a NaN norm makes every gradient NaN."""
-        self._clipped = None
+        """Record the first non-finite gradient, since clipping by a NaN norm makes every gradient NaN. Does not wait for the device."""
+        self._clipped = self._norms = None
         if self._averaged(models):
             return
-        if not all_finite([gradient for model in models for gradient in model.gradients()]):  # not called in fp16
-            self._clipped = self._first(models)
+        gradients = [gradient for model in models for gradient in model.gradients()]  # not called in fp16
+        if all(gradient.is_cpu for gradient in gradients):
+            self._clipped = None if all_finite(gradients) else self._first(models)
+            return
+        named = [(name, parameter.grad) for model in models for name, parameter in self._named(model) if parameter.grad is not None]
+        norms = torch._foreach_norm([_local_entries(gradient) for _, gradient in named])  # torch internals: see `all_finite`
+        self._norms = [name for name, _ in named], torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
 
     # -- before an update -----------------------------------------------------------------------------------------
 
@@ -233,7 +240,7 @@ class UpdateGuard:
 
     def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool, sharded: bool) -> GuardFinding:
         averaged = self._averaged(models)
-        now = self._clipped or self._first(models)
+        now = self._clipped or self._first_clipped() or self._first(models)
         own = self._own_part(models) if averaged and not sharded else now
         loss = self._loss()
         report = (self._rank, own, None if loss is None else float(loss))
@@ -277,6 +284,14 @@ class UpdateGuard:
     def _first(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
         return find_non_finite((name, parameter.grad) for model in models for name, parameter in self._named(model))
 
+    def _first_clipped(self) -> tuple[str, str] | None:
+        """Return the first gradient on a device that was not finite before it was clipped."""
+        if self._norms is None:
+            return None
+        names, norms = self._norms
+        bad = ((name, norm) for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm))
+        return next(((name, "nan" if math.isnan(norm) else "infinite") for name, norm in bad), None)
+
     def _own_part(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
         """Return the first of this rank's own gradients that was not finite, by what was seen in the buckets, the earliest pass first."""
         named = [(name, id(parameter)) for model in models for name, parameter in self._named(model)]
@@ -293,7 +308,7 @@ class UpdateGuard:
         return order.named(model.original) if order is not None else list(reversed(list(model.original.named_parameters())))
 
     def _forget(self, models: Sequence[PreparedModel]) -> None:
-        self._clipped = None
+        self._clipped = self._norms = None
         if self._seen:
             owned = frozenset().union(*(model.owned for model in models))
             kept = [bucket for bucket in self._seen if not owned.intersection(bucket[0])]
