@@ -86,7 +86,6 @@ def test_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0, TOKENS] == 0
     with mark_phase(meter, CHECKPOINT):
         device.work(7)
-    device.free = device.host.now
     assert ledger.finish().phases["checkpoint"] == pytest.approx([0.007])
 
 

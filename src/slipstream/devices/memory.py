@@ -263,6 +263,8 @@ def device_peak_memory(device: Any) -> int | None:
 def timing_event_factory(device: Any) -> Callable[[], Any] | None:
     """Return a function that makes timing events of a device; None if the device works synchronously or has none.
 
+    They are recorded on the current stream of this device, whichever device is the current one of the script.
+
     >>> timing_event_factory("cpu") is None
     True
     """
@@ -271,15 +273,12 @@ def timing_event_factory(device: Any) -> Callable[[], Any] | None:
     if family_of(device) is CPU:
         return None
 
-    def make() -> torch.Event:
-        return torch.Event(device=device, enable_timing=True)
+    class DeviceEvent(torch.Event):
+        def record(self, stream: torch.Stream | None = None) -> None:
+            super().record(torch.accelerator.current_stream(device) if stream is None else stream)
 
     try:
-        earlier_event, later_event = make(), make()
-        earlier_event.record()  # an event asks its device for support only now
-        later_event.record()
-        later_event.synchronize()
-        earlier_event.elapsed_time(later_event)
+        DeviceEvent(device=device, enable_timing=True).record()
     except (RuntimeError, NotImplementedError, TypeError):  # a family without such events: callers use the clock of the host
         return None
-    return make
+    return lambda: DeviceEvent(device=device, enable_timing=True)

@@ -49,16 +49,6 @@ def torch_namespace(name: str, plugin: str | None = None) -> Callable[[], Any]:
     return find
 
 
-def _enabled_namespace(name: str, plugin: str) -> Callable[[], Any]:
-    """Return a function that returns `torch.<name>` once this process has called `enable()` of the plugin, and None before."""
-
-    def find() -> Any:
-        module = sys.modules.get(plugin)
-        return getattr(importlib.import_module("torch"), name) if module is not None and module.is_enabled() else None
-
-    return find
-
-
 def import_plugin(plugin: str) -> bool:
     """Import a plugin of torch; return whether it is installed and works."""
     if plugin in sys.modules:
@@ -387,7 +377,7 @@ FAMILIES: tuple[Family, ...] = (
         type="standin",
         backend="standin",
         multi="MULTI_GPU",
-        module=_enabled_namespace("standin", _STANDIN),
+        module=torch_namespace("standin"),  # there once the process has called `enable()` of the plugin
         plugin=_STANDIN,
         visible="STANDIN_VISIBLE_DEVICES",
         on_request=True,

@@ -1,8 +1,9 @@
 """`Guards` runs all checks for one Accelerator, attached to the ledger, optimizers, clipper and strategy.
 
 Without `on_nan="skip"` or `"raise"` nothing is checked inside of a step: losses, gradient norms and learning rates are examined when the
-ledger settles (about once a second), times when it has an interval, and weights once in many updates. Models, optimizers and loaders are
-held weakly.
+ledger settles (about once a second), times when it has an interval, and weights once in many updates. What a device computes is read after
+it has passed it, so none of this waits for the device; `"skip"` and `"raise"` wait for it once per update, because the host decides.
+Models, optimizers and loaders are held weakly.
 """
 
 from __future__ import annotations
@@ -216,6 +217,8 @@ class Guards:
     def end(self) -> None:
         """Check what can only be seen at the end of training: weights, which are compared once every rank has reported, and schedules."""
         self._look_at_all("end", "at the end of training")
+        for drift in self._all_drifts():
+            drift.publish(wait=True)
         if self.options.schedule and self._rank == 0:
             self._examine_ends()
 
@@ -282,20 +285,26 @@ class Guards:
         if not self._patience:
             self.reporter.release()
         if window.losses or self._norms:
-            self._examine_losses(window.losses)
+            self._examine_losses(window)
+        for drift in self._all_drifts():
+            drift.publish()
         if self._rank == 0:
             if self.options.schedule and window.steps:
                 self._examine_schedules()
             self._compare()
 
-    def _examine_losses(self, found: Sequence[tuple[int, Any]]) -> None:
+    def _examine_losses(self, window: Any) -> None:
         from slipstream.observability.guards.loss_spikes import LossSpikeGuard
         from slipstream.observability.guards.non_finite import to_floats
 
-        steps = [step for step, _ in found]
-        losses = to_floats([loss for _, loss in found])
+        steps = [step for step, _ in window.losses]
+        norms = [kept for kept in self._norms if kept[0] < window.limit]
+        self._norms = self._norms[len(norms) :]
+        # together, so that a device is asked once
+        values = to_floats([value for _, value in (*window.losses, *norms)], passed=window.passed)
+        losses = values[: len(steps)]
         if self.options.on_nan != "off":
-            self._examine_finite(steps, losses)
+            self._examine_finite(steps, losses, list(zip([step for step, _ in norms], values[len(steps) :], strict=True)))
         if self.options.loss_spike is not None:
             self._spikes = self._spikes or LossSpikeGuard(self.options.loss_spike, self._rank)
             for step, loss in _mean_by_step(steps, losses):
@@ -308,16 +317,14 @@ class Guards:
 
             for _, reports in self._batch_reports.take():
                 self.reporter.report(find_shared_batches(reports))
-        for drift in (*self._drifts.values(), self._all_models):
-            if drift is not None:
-                self.reporter.report(drift.compare())
+        for drift in self._all_drifts():
+            self.reporter.report(drift.compare())
 
-    def _examine_finite(self, steps: Sequence[int], losses: Sequence[float]) -> None:
+    def _all_drifts(self) -> list[DriftGuard]:
+        return [drift for drift in (*self._drifts.values(), self._all_models) if drift is not None]
+
+    def _examine_finite(self, steps: Sequence[int], losses: Sequence[float], norms: Sequence[tuple[int, float]]) -> None:
         """Report the step at which losses or norms stopped being finite, once for each such stretch."""
-        from slipstream.observability.guards.non_finite import to_floats
-
-        kept, self._norms = self._norms, []
-        norms = list(zip([step for step, _ in kept], to_floats([norm for _, norm in kept]), strict=True))
         bad = {step: ("norm", norm) for step, norm in reversed(norms) if not math.isfinite(norm)}
         bad.update({step: ("loss", loss) for step, loss in zip(reversed(steps), reversed(losses), strict=True) if not math.isfinite(loss)})
         begun: int | None = None

@@ -13,11 +13,13 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.devices.late_read import beside_queue
 from slipstream.distributed.pytree import local_part
 from slipstream.errors import ConfigError, DistributedOperationException, MismatchError
 from slipstream.observability.guards.findings import FindingReporter, GuardFinding, NonFiniteError
@@ -73,18 +75,24 @@ def classify_non_finite(tensor: torch.Tensor) -> str:
     return "nan" if bool(entries.isnan().any()) else "infinite"
 
 
-def to_floats(values: Sequence[Any]) -> list[float]:
+def to_floats(values: Sequence[Any], *, passed: bool = False) -> list[float]:
     """Return tensors, or numbers, as numbers: the mean of one with several values. Those on a device are fetched together.
+
+    `passed`: the device has computed them, so reading them does not wait for what is queued there.
 
     >>> to_floats([torch.tensor(1.0), 2.5, torch.tensor([1.0, 2.0])])
     [1.0, 2.5, 1.5]
     """
-    if all(type(value) is float for value in values):
-        return list(values)
-    single = [value if isinstance(value, torch.Tensor) and not value.ndim else torch.as_tensor(value).mean() for value in values]
-    if len({(value.dtype, value.device) for value in single}) > 1:
-        single = [value.to("cpu", torch.float64) for value in single]
-    numbers: list[float] = torch.stack(single).tolist() if single else []
+    numbers = [math.nan if isinstance(value, torch.Tensor) else float(value) for value in values]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            alike.setdefault((value.device, value.dtype), []).append(place)
+    for (device, _), places in alike.items():
+        with beside_queue(device) if passed else nullcontext():
+            found = torch.stack([values[place].mean() if values[place].ndim else values[place] for place in places]).tolist()
+        for place, number in zip(places, found, strict=True):
+            numbers[place] = number
     return numbers
 
 
@@ -130,6 +138,17 @@ def _local_entries(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout == torch.strided else tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
+def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the largest absolute entry of each, NaN where one is. Waits for no device."""
+    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    # torch internals: see `all_finite`. Unlike a sum of squares, the largest entry does not overflow.
+    return list(torch._foreach_norm(filled, ord=math.inf))
+
+
+def _word_of(largest: float) -> str:
+    return "" if math.isfinite(largest) else "nan" if math.isnan(largest) else "infinite"
+
+
 SKIP_STREAK = 20
 """Consecutive updates that fp16 skips before it is a finding: the scale has fallen to a millionth by then."""
 _REMEDY = (
@@ -164,9 +183,8 @@ class UpdateGuard:
         self._step = step
         self._loss = loss
         self._seen: deque[_BucketFindings] = deque(maxlen=4096)
-        self._clipped: tuple[str, str] | None = None
-        self._norms: tuple[list[str], torch.Tensor] | None = None
-        """The norms of gradients on a device before they were clipped, not read yet."""
+        self._clipped: tuple[list[str], Sequence[torch.Tensor]] | None = None
+        """The names of gradients before clipping, the one nearest to the loss first, and the largest entry of each, on their devices."""
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, BackwardOrder] = weakref.WeakKeyDictionary()
         self._streaks: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
         self.skipped = 0
@@ -186,22 +204,21 @@ class UpdateGuard:
             return
         # torch internals: see `_local_entries`
         parts = bucket.gradients() if buffer.layout == torch.strided else [buffer._values()]  # a sparse one is alone
-        # torch internals: see `all_finite`
-        seen = [classify_non_finite(part) for part in parts] if buffer.is_cpu else torch.stack(list(torch._foreach_norm(parts)))
+        seen = [classify_non_finite(part) for part in parts] if buffer.is_cpu else torch.stack(_largest(parts))
         self._seen.append(([id(parameter) for parameter in bucket.parameters()], seen))
 
     def before_clipping(self, models: Sequence[PreparedModel]) -> None:
-        """Record the first non-finite gradient, since clipping by a NaN norm makes every gradient NaN. Does not wait for the device."""
-        self._clipped = self._norms = None
+        """Keep what tells the first non-finite gradient, since clipping by a NaN norm makes every gradient NaN. Waits for no device."""
+        self._clipped = None
         if self._averaged(models):
             return
-        gradients = [gradient for model in models for gradient in model.gradients()]  # not called in fp16
-        if all(gradient.is_cpu for gradient in gradients):
-            self._clipped = None if all_finite(gradients) else self._first(models)
-            return
-        named = [(name, parameter.grad) for model in models for name, parameter in self._named(model) if parameter.grad is not None]
-        norms = torch._foreach_norm([_local_entries(gradient) for _, gradient in named])  # torch internals: see `all_finite`
-        self._norms = [name for name, _ in named], torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
+        found = [(name, parameter.grad) for model in models for name, parameter in self._named(model) if parameter.grad is not None]
+        parts = [(name, entries) for name, gradient in found if (entries := _local_entries(gradient)).numel()]  # not called in fp16
+        if all(entries.is_cpu for _, entries in parts):
+            if not all_finite([entries for _, entries in parts]):
+                self._clipped = [name for name, _ in parts], [_largest([entries])[0] for _, entries in parts]
+        else:
+            self._clipped = [name for name, _ in parts], _largest([entries for _, entries in parts])
 
     # -- before an update -----------------------------------------------------------------------------------------
 
@@ -240,7 +257,7 @@ class UpdateGuard:
 
     def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool, sharded: bool) -> GuardFinding:
         averaged = self._averaged(models)
-        now = self._clipped or self._first_clipped() or self._first(models)
+        now = self._first_before_clipping() or self._first(models)
         own = self._own_part(models) if averaged and not sharded else now
         loss = self._loss()
         report = (self._rank, own, None if loss is None else float(loss))
@@ -284,19 +301,16 @@ class UpdateGuard:
     def _first(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
         return find_non_finite((name, parameter.grad) for model in models for name, parameter in self._named(model))
 
-    def _first_clipped(self) -> tuple[str, str] | None:
-        """Return the first gradient on a device that was not finite before it was clipped."""
-        if self._norms is None:
-            return None
-        names, norms = self._norms
-        bad = ((name, norm) for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm))
-        return next(((name, "nan" if math.isnan(norm) else "infinite") for name, norm in bad), None)
+    def _first_before_clipping(self) -> tuple[str, str] | None:
+        """Return the first gradient that was not finite before clipping, by what was kept then."""
+        names, largest = self._clipped or ((), ())
+        return next(((name, word) for name, value in zip(names, to_floats(largest), strict=True) if (word := _word_of(value))), None)
 
     def _own_part(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
         """Return the first of this rank's own gradients that was not finite, by what was seen in the buckets, the earliest pass first."""
         named = [(name, id(parameter)) for model in models for name, parameter in self._named(model)]
         for identities, seen in self._seen:
-            words = seen if isinstance(seen, list) else ["" if norm < float("inf") else "not finite" for norm in seen.tolist()]
+            words = seen if isinstance(seen, list) else list(map(_word_of, seen.tolist()))
             bad = {identity: word for identity, word in zip(identities, words, strict=True) if word}
             for name, identity in named:
                 if identity in bad:
@@ -308,7 +322,7 @@ class UpdateGuard:
         return order.named(model.original) if order is not None else list(reversed(list(model.original.named_parameters())))
 
     def _forget(self, models: Sequence[PreparedModel]) -> None:
-        self._clipped = self._norms = None
+        self._clipped = None
         if self._seen:
             owned = frozenset().union(*(model.owned for model in models))
             kept = [bucket for bucket in self._seen if not owned.intersection(bucket[0])]

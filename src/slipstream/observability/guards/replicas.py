@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import array
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from slipstream.devices.late_read import LateValues
 from slipstream.observability.guards.findings import GuardFinding, RankReports
 
 __all__ = [
@@ -30,18 +31,18 @@ __all__ = [
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def sum_bits(parameters: Sequence[torch.Tensor]) -> bytes:
-    """Return the sum of the bits of each, as eight bytes per parameter. Waits for the device.
+def sum_bits(parameters: Sequence[torch.Tensor]) -> LateValues:
+    """Return the sum of the bits of each, as values that their device computes. Waits for devices only if there are several.
 
     >>> one, other = torch.ones(3), torch.ones(3)
     >>> other[1] += 1e-7
-    >>> sum_bits([one]) == sum_bits([torch.ones(3)]), sum_bits([one]) == sum_bits([other])
+    >>> sum_bits([one]).tolist() == sum_bits([torch.ones(3)]).tolist(), sum_bits([one]).tolist() == sum_bits([other]).tolist()
     (True, False)
     """
     sums = [_sum_tensor_bits(parameter.detach()) for parameter in parameters]
     if len({total.device for total in sums}) > 1:
         sums = [total.cpu() for total in sums]
-    return array.array("q", torch.stack(sums).tolist() if sums else ()).tobytes()
+    return LateValues(torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64))
 
 
 def _sum_tensor_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,12 +111,20 @@ class DriftGuard:
 
     def __init__(self, store: Callable[[], Any], rank: int, world_size: int, key: str) -> None:
         self._reports = RankReports(store, rank, world_size, f"drift/{key}", "weights are compared")
+        self._coming: deque[tuple[ComparisonPoint, list[str], LateValues]] = deque()
+        """Sums that the device may not have computed yet."""
 
     def look(self, moment: ComparisonPoint, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Report the sums of these parameters."""
-        if self._reports.wants(moment.key):
-            sums = sum_bits([parameter for _, parameter in named])
-            self._reports.add(moment.key, sums, (moment, [name for name, _ in named]))
+        """Compute the sums of these parameters; they are reported when the device has them. Does not wait for it."""
+        if self._reports.wants(moment.key) and all(moment.key != earlier.key for earlier, *_ in self._coming):
+            self._coming.append((moment, [name for name, _ in named], sum_bits([parameter for _, parameter in named])))
+            self.publish()
+
+    def publish(self, *, wait: bool = False) -> None:
+        """Report the sums that are there; with `wait`, all of them."""
+        while self._coming and (wait or self._coming[0][2].passed):
+            moment, names, sums = self._coming.popleft()
+            self._reports.add(moment.key, array.array("q", sums.tolist()).tobytes(), (moment, names))
 
     def compare(self) -> GuardFinding | None:
         """Return, on the main process, the first point that every rank has reached and whose sums differ, if there is one."""

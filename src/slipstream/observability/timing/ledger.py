@@ -11,6 +11,7 @@ its previous message, and buffers otherwise. A store that fails ends the exchang
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import deque
@@ -315,7 +316,7 @@ class Ledger:
 
     def count_from(self, step: int) -> None:
         """Continue with this step number, after resuming from a checkpoint."""
-        self.settle()
+        self.settle(wait=True)  # the steps before have the numbers of before
         self._base = 0 if self.meter is None else step - self.meter.step
 
     @property
@@ -343,14 +344,19 @@ class Ledger:
 
     # -- once per interval ----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Examine the steps since the last call, report them, and on rank 0 collect what the others reported. Waits for no rank."""
+    def settle(self, *, wait: bool = False) -> None:
+        """Examine the steps since the last call, report them, and on rank 0 collect what the others reported. Waits for no rank.
+
+        Steps that the device has not passed are left for the next call; with `wait`, this waits for the device instead.
+        """
         meter = self.meter
         if meter is None:
             return
         meter.tick()
         self._set_due(meter, meter.log[-1])
         with mark_phase(meter if meter.has_begun else None, OTHER):
+            if wait and self._clock is not None:
+                self._clock.wait()
             window = self._drain(meter)
             for examine in self.examiners:
                 examine(window)
@@ -361,8 +367,10 @@ class Ledger:
         """Return and remove the rows of steps that have ended."""
         first = self._drained
         rows = self._read(meter)
-        losses = self.losses
-        meter.losses.clear()
+        limit = math.inf if self._clock is None or self._clock.is_idle else self._drained
+        losses = [(self._base + step, loss) for step, loss in meter.losses if step < limit]
+        for _ in losses:
+            meter.losses.popleft()
         if first <= _COUNTED_STEP < self._drained and self._counted is not None:
             samples = rows[_COUNTED_STEP - first, SAMPLES]
             self._totals.flops_per_step = self._counted
@@ -371,7 +379,7 @@ class Ledger:
             self._untold = numpy.concatenate([self._untold, rows])[-_MAX_UNSENT_STEPS:] if len(self._untold) else rows
         if not first and len(rows):
             self._totals.began = time.time() - float(rows[:, :PHASES].sum()) - 1e-9 * float(self._reader.open[:PHASES].sum())
-        return StepWindow(len(rows), self._base + first, rows, losses)
+        return StepWindow(len(rows), self._base + first, rows, losses, limit=self._base + limit, passed=self._clock is not None)
 
     def _read(self, meter: Meter) -> Rows:
         log = meter.log
@@ -453,9 +461,7 @@ class Ledger:
         """End the run: report the last steps and what came after them. Rank 0 waits a moment for the others. Once."""
         if self._finished is not None or self.meter is None:
             return self._finished or self._report(None)
-        if self._clock is not None:
-            self._clock.wait()
-        return self._end(self.endings, lambda tail: bool(self._drained or any(tail)))  # without training, no rank reports
+        return self._end(self.endings, True, lambda tail: bool(self._drained or any(tail)))  # without training, no rank reports
 
     def leave(self, *, patient: bool = False) -> None:
         """End the ledger of a script without `finish`, or of a process that fails.
@@ -463,12 +469,13 @@ class Ledger:
         `patient`: the script has ended normally. Then it may wait for other ranks, if something needs their reports (`expects`).
         """
         if self._finished is None and self.meter is not None:
-            self._end(self.endings if patient else [], lambda tail: patient and self.expects())
+            # a process that fails may have work queued that waits for other ranks without end
+            self._end(self.endings if patient else [], patient, lambda tail: patient and self.expects())
 
-    def _end(self, endings: list[Callable[[], None]], waits: Callable[[list[float]], bool]) -> LedgerReport:
+    def _end(self, endings: list[Callable[[], None]], wait: bool, waits: Callable[[list[float]], bool]) -> LedgerReport:
         for end in endings:
             end()
-        self.settle()
+        self.settle(wait=wait)
         tail = self._tail()
         if self.rank:
             return self._publish_last(tail)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,10 @@ class StepWindow:
     """Steps x columns of `meter.py`: seconds of each phase (DATA, FORWARD, ...), then samples and tokens."""
     losses: Sequence[tuple[int, float | torch.Tensor]]
     """(step, loss) of each backward pass, as it was given to `backward`, without its graph. The last may be of the step under way."""
+    limit: float = math.inf
+    """Values of this step and of later ones are not to be read yet: the device has not computed them."""
+    passed: bool = False
+    """Whether the device has computed what is before the limit, so that reading it need not wait for what is queued."""
 
 
 @dataclass
@@ -265,6 +270,11 @@ class DeviceClock:
         event.record()
         self._events.append(event)
         return perf_counter_ns()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device had passed all marks when they were last taken."""
+        return not self._events
 
     def wait(self) -> None:
         """Wait until the device has passed all marks: at the end of a run."""
