@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.checkpoint.capture import Arena, RunFacts, Snapshot, StatePart
+from slipstream.checkpoint.arena import Arena
+from slipstream.checkpoint.capture import RunFacts, Snapshot, StatePart
 
 _KINDS = {
     "large": torch.rand((3 << 20) + 1),

@@ -120,12 +120,12 @@ def test_copies_reuse_memory(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(300, 300))
     accelerator.save_state(tmp_path / "0", async_save=True)
-    memory = accelerator._saver.arena._memory
+    (memory,) = accelerator._saver.arena._blocks
     for number in range(1, 4):
         with torch.no_grad():
             model.weight.fill_(number)
         accelerator.save_state(tmp_path / f"{number}", async_save=True)
-        assert accelerator._saver.arena._memory is memory
+        assert accelerator._saver.arena._blocks[0] is memory
     for number in (3, 1, 2):
         accelerator.load_state(tmp_path / f"{number}")
         assert torch.equal(model.weight, torch.full((300, 300), float(number)))

@@ -20,6 +20,7 @@ class FakeNamespace:
     bf16: bool = True
     free: int = 10
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    current: int = 0
     states: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)])
 
     def is_available(self) -> bool:
@@ -27,6 +28,9 @@ class FakeNamespace:
 
     def device_count(self) -> int:
         return self.count
+
+    def current_device(self) -> int:
+        return self.current
 
     def is_initialized(self) -> bool:
         return self.initialised

@@ -89,8 +89,37 @@ def test_device_states_restored_each() -> None:
 def test_missing_devices_named() -> None:
     """States of devices that are not here are named."""
     state = capture(["cuda", "torch"], families=(fake("cuda", FakeNamespace(initialised=True)), table.CPU))
-    assert restore(state, families=(fake("cuda", FakeNamespace(count=1)), table.CPU)) == ("cuda",)
     assert restore(state, families=(fake("cuda", FakeNamespace(count=0)), table.CPU)) == ("cuda",)
+    by_number = {"cuda": state["cuda"]["states"]}  # does not tell which device was computed on
+    assert restore(by_number, families=(fake("cuda", FakeNamespace(count=1)), table.CPU)) == ("cuda",)
+
+
+@pytest.mark.parametrize(("saved_on", "devices", "here"), [(1, 2, 0), (0, 2, 1), (1, 1, 0)])
+def test_state_follows_current_device(saved_on: int, devices: int, here: int) -> None:
+    """The state of the device that a process computed on goes to the one that it computes on now, also with fewer devices."""
+    saved = FakeNamespace(initialised=True, current=saved_on)
+    state = capture(["cuda"], families=(fake("cuda", saved), table.CPU))
+    now = FakeNamespace(count=devices, current=here, states=[torch.full((4,), 9, dtype=torch.uint8)] * devices)
+    assert restore(state, families=(fake("cuda", now), table.CPU)) == ()
+    assert int(now.states[here][0]) == saved_on
+
+
+def test_fingerprint_of_current_device_first() -> None:
+    """Processes that drew equally, each on its own device, have equal fingerprints."""
+    drawn, fresh = torch.full((4,), 5, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    first = FakeNamespace(initialised=True, current=0, states=[drawn, fresh])
+    second = FakeNamespace(initialised=True, current=1, states=[fresh, drawn])
+    prints = [fingerprint(["cuda"], families=(fake("cuda", namespace), table.CPU)) for namespace in (first, second)]
+    assert prints[0] == prints[1]
+    second.current = 0
+    assert fingerprint(["cuda"], families=(fake("cuda", second), table.CPU)) != prints[0]
+
+
+@pytest.mark.parametrize("state", [{"current": 2, "states": [torch.zeros(4)]}, {"current": "0", "states": []}, {"current": 0}, None])
+def test_bad_device_state_refused(state: Any) -> None:
+    """A state of devices without a list or a current device is refused."""
+    with pytest.raises(ConfigError, match="not a random state of devices"):
+        restore({"cuda": state}, families=(fake("cuda", FakeNamespace()), table.CPU))
 
 
 def test_unknown_kind() -> None:

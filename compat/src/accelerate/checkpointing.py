@@ -190,7 +190,7 @@ def random_states_writer(step: int) -> Write:
     states["torch_manual_seed"] = torch.get_rng_state()
     for kind, state in rng.capture().items():
         if kind not in ("python", "numpy", "torch"):  # a device: Accelerate has a list of states for CUDA, and one state for others
-            states[f"torch_{kind}_manual_seed"] = state if kind == "cuda" else state[0]
+            states[f"torch_{kind}_manual_seed"] = state["states"] if kind == "cuda" else state["states"][state["current"]]
     return torch_writer(states)
 
 

@@ -68,7 +68,9 @@ def read_random_states(value: Any, where: str, warnings: list[str]) -> tuple[dic
         elif name == "torch_manual_seed":
             states["torch"] = _of_host(state, where)
         elif kind and any(family.type == kind[1] and family is not CPU for family in FAMILIES):
-            states[kind[1]] = [_of_torch(entry, where) for entry in (state if isinstance(state, (list, tuple)) else [state])]
+            many = isinstance(state, (list, tuple))
+            found = [_of_torch(entry, where) for entry in (state if many else [state])]
+            states[kind[1]] = found if many else {"current": 0, "states": found}  # one is that of the current device
         elif name != "step":
             warnings.append(f"{where} has a random state {name!r:.80}, which has no counterpart here; it was left out")
     step = value.get("step", 0)

@@ -1,8 +1,8 @@
-"""Capture the state of a run for a save: the snapshot, its copy for async saving, and the settings of the run.
+"""Capture the state of a run for a save: the snapshot, and the settings of the run.
 
 `capture_snapshot` takes the state of every prepared and registered object and flattens it at once. A value that cannot be stored is an
-error in the call of `save_state`, and later changes of a dict have no effect. Tensors are those of the run until `Arena.keep` copies
-them for async saving. The settings (effective batch size, data, schedule, precision; the key "receipt" of the manifest) are stored with
+error in the call of `save_state`, and later changes of a dict have no effect. Tensors are those of the run until `arena` copies them for
+async saving. The settings (effective batch size, data, schedule, precision; the key "receipt" of the manifest) are stored with
 it, and `describe_changes` compares them on load.
 """
 
@@ -14,13 +14,11 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy
 import torch
 
 from slipstream.checkpoint.optimizer_names import parameter_names
@@ -30,14 +28,13 @@ from slipstream.checkpoint.sharded import LocalShard, local_shards
 from slipstream.checkpoint.weights import split_sharded_state_dict, split_state_dict
 from slipstream.data.fingerprint import describe_loader
 from slipstream.devices import rng
-from slipstream.devices.memory import available_cores
 from slipstream.training.stepper import PreparedModel
 
 if TYPE_CHECKING:
     from slipstream.accelerator.components import Components
 
 __all__ = [
-    "Arena", "ModelPart", "ShardedPart", "RunFacts", "Snapshot", "StatePart", "capture_snapshot", "count_updates", "current_settings",
+    "ModelPart", "ShardedPart", "RunFacts", "Snapshot", "StatePart", "capture_snapshot", "count_updates", "current_settings",
     "describe_changes", "flatten_part", "make_stamp", "model_state_dicts", "numbered_name", "package_versions",
 ]
 
@@ -108,13 +105,6 @@ def _setting_changes(what: str, pairs: Sequence[_Pair]) -> Iterator[str]:
                 yield f"{what} {number} ({now.get('kind')}) continues with the settings of the checkpoint: {different}"
 
 
-_COPY_SIZE: Final = 64 << 20
-"""Bytes that a thread copies at once: copies larger than half the processor's cache bypass it, and are nearly twice as fast."""
-_SMALL_COPY: Final = 8 << 20
-_COPIERS: Final = 4
-_Bytes: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
-
-
 @dataclass(frozen=True)
 class StatePart:
     """A flattened state: the JSON tree, and the tensors by name."""
@@ -182,6 +172,8 @@ class Snapshot:
     objects: tuple[StatePart, ...] = ()
     shards: tuple[ShardedPart, ...] = ()
     """The shards that this rank stores, on every process."""
+    ready: Callable[[], None] = lambda: None
+    """Waits until its tensors have their values: copies from a device arrive late. Whoever reads them calls it first."""
 
     @property
     def rank(self) -> int:
@@ -217,79 +209,6 @@ def flatten_part(name: str, state: Any, where: str, sharded: dict[str, Any] | No
     """
     tree, tensors = flatten(state, where, sharded)
     return StatePart(name, tree, tensors)
-
-
-_Part = TypeVar("_Part", StatePart, ModelPart, ShardedPart)
-
-
-class Arena:
-    """Memory for copies of a run's tensors, kept from one save to the next, because fresh pages cost more than the copy.
-
-    Copying 512 MB takes 0.28 s, where `tensor.clone()` of each tensor takes 2.5 s (two shared cores of a virtual machine).
-    """
-
-    _ALIGNMENT = 64
-
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._used = 0
-        self._pending: list[tuple[_Bytes, _Bytes]] = []
-        """Pairs of target and source that are still to be copied."""
-
-    def keep(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with copies of all tensors, which are valid until the next call."""
-        padded = sum(-(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT for tensor in snapshot.tensors())
-        if self._memory is None or self._memory.numel() < padded:
-            self._memory = None  # released before more is allocated
-            self._memory = torch.empty(padded, dtype=torch.uint8, device="cpu")
-        self._used = 0
-        with torch.no_grad():
-            kept = Snapshot(
-                facts=snapshot.facts,
-                own=self._part(snapshot.own),
-                models=tuple(replace(self._part(model), extra=model.extra and self._part(model.extra)) for model in snapshot.models),
-                optimizers=tuple(map(self._part, snapshot.optimizers)),
-                training=snapshot.training and self._part(snapshot.training),
-                objects=tuple(map(self._part, snapshot.objects)),
-                shards=tuple(map(self._part, snapshot.shards)),
-            )
-        pending, self._pending = self._pending, []
-        _copy_bytes(pending)
-        return kept
-
-    def _part(self, part: _Part) -> _Part:
-        return replace(part, tensors={name: self._copy(tensor.detach()) for name, tensor in part.tensors.items()})
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self._memory is not None
-        size = tensor.nbytes
-        room = self._memory[self._used : self._used + size]
-        self._used += -(-size // self._ALIGNMENT) * self._ALIGNMENT
-        place = room.view(tensor.dtype).view(tensor.shape)
-        if not size or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return place.copy_(tensor)
-        into, data = room.numpy(), tensor.view(-1).view(torch.uint8).numpy()
-        self._pending += [(into[start : start + _COPY_SIZE], data[start : start + _COPY_SIZE]) for start in range(0, size, _COPY_SIZE)]
-        return place
-
-
-def _copy_bytes(pending: list[tuple[_Bytes, _Bytes]]) -> None:
-    """Copy all pairs, with several threads for large amounts.
-
-    Unlike torch's threads, these have no barrier after every tensor, so a thread that waits for a core does not delay the others.
-    """
-    tasks = iter(pending)
-
-    def copy() -> None:
-        for into, data in tasks:
-            numpy.copyto(into, data)
-
-    if sum(data.nbytes for _, data in pending) <= _SMALL_COPY:
-        copy()
-        return
-    with ThreadPoolExecutor(min(_COPIERS, available_cores()), thread_name_prefix="slipstream: copying for a save") as copiers:
-        for copier in [copiers.submit(copy) for _ in range(_COPIERS)]:
-            copier.result()
 
 
 _POSITIONS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"})

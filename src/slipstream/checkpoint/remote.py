@@ -89,6 +89,7 @@ class RemoteTarget:
         """Upload the state of a rank that does not write the checkpoint. It counts once the checkpoint with its stamp is committed."""
         from slipstream.checkpoint.serialize import encode_tree  # imports torch, which reading does not need
 
+        snapshot.ready()
         own, digest = snapshot.own, Digest()
         # The name contains the checksum, which must be known before the upload: the file is encoded twice.
         for chunk in encode_tree(own.name, own.tree, own.tensors)[1][0]:

@@ -549,12 +549,20 @@ def _without_weights(saver: Saver, saved: SavedState, number: int, options: Load
 
 
 def _restore_random_states(rank: int, world: int, plan: _RestorePlan) -> list[str]:
+    """Restore the random states of this rank; return warnings about those of devices that differ from the ones when it was saved."""
     saved = plan.saved
-    if plan.own is not None and plan.own.get("random"):
-        left_out = rng.restore(plan.own["random"])
-        return [f"rank {rank}: there is no {kind} device here for the random state in {saved.where}" for kind in left_out]
     seed = int.from_bytes(hashlib.blake2b(f"{saved.seed}/{saved.step}/{rank}".encode(), digest_size=7).digest(), "little")
-    rng.set_seed(seed)
+    rng.set_seed(seed)  # for what has no state in the checkpoint
+    if plan.own is not None and (states := plan.own.get("random")):
+        return [
+            *(f"rank {rank}: the random state of {kind} devices in {saved.where} has no such device here" for kind in rng.restore(states)),
+            *(
+                f"{saved.where} was not saved on a {kind} device and has no random state of it: rank {rank} derives one from the seed, so "
+                "random numbers differ from those of a run without interruption"
+                for kind in rng.default_kinds()
+                if kind not in states
+            ),
+        ]
     if saved.world is not None and rank >= saved.world:
         why = f"it was saved by {saved.world} processes and there are {world} now"
     else:

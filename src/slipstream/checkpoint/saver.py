@@ -29,7 +29,8 @@ from slipstream.observability.timing.meter import CHECKPOINT, mark_phase
 
 if TYPE_CHECKING:
     from slipstream.accelerator.components import Components
-    from slipstream.checkpoint.capture import Arena, Snapshot
+    from slipstream.checkpoint.arena import Arena
+    from slipstream.checkpoint.capture import Snapshot
     from slipstream.checkpoint.rotate import RetentionPolicy
     from slipstream.checkpoint.writer import Destination
     from slipstream.distributed.process_group import Runtime
@@ -210,7 +211,7 @@ class Saver:
     @cached_property
     def arena(self) -> Arena:
         """Memory for the copies of async saving."""
-        from slipstream.checkpoint.capture import Arena
+        from slipstream.checkpoint.arena import Arena
 
         return Arena()
 

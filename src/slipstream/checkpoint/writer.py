@@ -124,6 +124,7 @@ def write_parts(
 
     `full` puts sharded weights together that are to be written whole.
     """
+    snapshot.ready()
     with bar(snapshot.size, "saving", "B") as shown, _Writer(stage, reusable if dedup else (), shown.update) as writer:
         contribution = RankContribution(snapshot.rank, "", writer.files)
         for part in snapshot.shards:
@@ -319,6 +320,7 @@ class LocalDestination(LocalTarget):
         rank, stamp = snapshot.rank, snapshot.facts.stamp
         step, run = split_stamp(stamp)
         temporary = target.parent / f"{rank_file_prefix(target)}rank-{run}-{secrets.token_hex(8)}"
+        snapshot.ready()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             _, encoded = encode_tree(snapshot.own.name, snapshot.own.tree, snapshot.own.tensors)

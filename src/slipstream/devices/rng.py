@@ -1,7 +1,8 @@
 """Random states as plain data: capture, restore, seed and compare them.
 
-A state consists of numbers, lists, dicts and byte tensors, so it is stored as safetensors and JSON without pickle. Nothing here talks to
-other processes: the rank is an argument.
+A state consists of numbers, lists, dicts and byte tensors, so it is stored as safetensors and JSON without pickle. That of a device
+family is `{"current": number, "states": [one per device]}`: the state of the device that a process computes on is restored to the device
+that it computes on then. Nothing here talks to other processes: the rank is an argument.
 """
 
 from __future__ import annotations
@@ -132,10 +133,20 @@ def fingerprint(kinds: Iterable[str] | None = None, *, families: tuple[Family, .
     digest = hashlib.blake2b(digest_size=16)
     for kind, value in capture(kinds, families=families).items():
         digest.update(kind.encode() + b"\0")
-        for tensor in value if isinstance(value, list) else [value]:
-            data = json.dumps(tensor, sort_keys=True).encode() if isinstance(tensor, dict) else tensor.cpu().numpy().tobytes()
+        for part in _fingerprint_parts(value):
+            data = part if isinstance(part, bytes) else part.cpu().numpy().tobytes()
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
+
+
+def _fingerprint_parts(value: Any) -> list[Any]:
+    """Return what has to be equal; of devices the state of the current one comes first, because its number differs between processes."""
+    if not isinstance(value, dict):
+        return [value]
+    if "states" not in value:
+        return [json.dumps(value, sort_keys=True).encode()]
+    states, own = value["states"], value["current"]
+    return [*states[own : own + 1], *states[:own], *states[own + 1 :]]
 
 
 def _device_family(kind: str, families: tuple[Family, ...]) -> Family:
@@ -146,21 +157,49 @@ def _device_family(kind: str, families: tuple[Family, ...]) -> Family:
     return family
 
 
-def _device_states(family: Family) -> list[Any]:
-    """Return one state per device that this process sees."""
+def _device_states(family: Family) -> dict[str, Any]:
+    """Return one state per device that this process sees, and the number of the one that it computes on."""
     if family.has("get_rng_state_all"):
-        return list(family.ask("get_rng_state_all"))
-    numbers = range(family.count() if family.indexed else 1) if family.has("get_rng_state") else ()
-    return [family.ask("get_rng_state", device=number) for number in numbers]
+        states = list(family.ask("get_rng_state_all"))
+    else:
+        numbers = range(family.count() if family.indexed else 1) if family.has("get_rng_state") else ()
+        states = [family.ask("get_rng_state", device=number) for number in numbers]
+    return {"current": _current_device(family), "states": states}
 
 
-def _restore_devices(family: Family, states: list[Any]) -> bool:
+def _current_device(family: Family) -> int:
+    return int(family.ask("current_device", default=0)) if family.indexed else 0
+
+
+def _restore_devices(family: Family, value: Any) -> bool:
+    """Restore states of devices. The state of the device that was computed on goes to the current one, whichever number it has here.
+
+    A list has the states by the numbers of their devices, without telling which one was computed on.
+    """
     count = family.count()
-    if count == 0 or len(states) > count or not family.has("set_rng_state"):
+    if count == 0 or not family.has("set_rng_state"):
         return False
-    for index, state in enumerate(states):
+    if isinstance(value, list):
+        if len(value) > count:
+            return False
+        places = dict(enumerate(value))
+    else:
+        states, own = _check_device_states(value)
+        places = dict(enumerate(states[:count]))
+        if states:
+            places[_current_device(family)] = states[own]
+    for index, state in places.items():
         family.ask("set_rng_state", state, device=index)
     return True
+
+
+def _check_device_states(value: Any) -> tuple[list[Any], int]:
+    states, own = (value.get("states"), value.get("current")) if isinstance(value, Mapping) else (None, None)
+    if not isinstance(states, list) or type(own) is not int or (states and not 0 <= own < len(states)):
+        raise ConfigError(
+            "this is not a random state of devices: it needs a list of states and the number of the current one; pass what capture() gave"
+        )
+    return states, own
 
 
 def _plain(value: Any) -> Any:

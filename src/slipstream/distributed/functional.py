@@ -192,5 +192,5 @@ def _restore_rng_states(
             generator.set_state(state)
         elif rng.restore({kind: state}, families=families):
             raise ConfigError(
-                f"random state {kind!r} of rank 0 is of {len(state)} devices, and this process sees fewer: give every process as many"
+                f"random state {kind!r} of rank 0 cannot be restored here: torch.{kind} has no function that sets it"
             )
