@@ -268,7 +268,7 @@ def test_devices_are_filled_in_order() -> None:
 def test_largest_offloaded_layer_reserved() -> None:
     """Room for the largest offloaded layer is kept where it runs."""
     model = Big()
-    plan = infer_auto_device_map(model, {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block")
+    plan = infer_auto_device_map(model, {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block", read_ahead=0)
     assert plan == {"embed": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": "cpu", "blocks.3": "cpu", "head": "cpu"}
     assert plan.reserved == {0: BLOCK}
     plan = infer_auto_device_map(model, {"cpu": EMBED + 3 * BLOCK}, no_split_module_classes="Block", read_ahead=0)
@@ -289,6 +289,15 @@ def test_prefetch_room_on_cpu() -> None:
     assert infer_auto_device_map(model, {"cpu": EMBED + 3 * BLOCK}) == plan
     with pytest.raises(ConfigError, match="read_ahead=-1"):
         infer_auto_device_map(model, {"cpu": 10**6}, read_ahead=-1)
+
+
+def test_prefetch_room_on_accelerator() -> None:
+    """An accelerator keeps room for the next layer beside the one that runs, in a third of what it has at most."""
+    plan = infer_auto_device_map(Big(), {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block")
+    assert plan == {"embed": 0, "blocks.0": 0, "blocks.1": "cpu", "blocks.2": "cpu", "blocks.3": "cpu", "head": "cpu"}
+    assert plan.reserved == {0: 2 * BLOCK}
+    plan = infer_auto_device_map(Big(), {0: 3 * BLOCK - 1, "cpu": 10**6}, no_split_module_classes="Block")
+    assert plan.reserved == {0: BLOCK}
 
 
 def test_split_modules_and_own_tensors() -> None:
@@ -330,9 +339,9 @@ def test_module_around_tied_head() -> None:
 def test_buffers_counted_where_they_stay() -> None:
     """Buffers of offloaded layers are counted where they stay."""
     model = nn.Sequential(*(Leaf(10, 6) for _ in range(4)))
-    stay = infer_auto_device_map(model, {0: 60, "cpu": 1000})
+    stay = infer_auto_device_map(model, {0: 60, "cpu": 1000}, read_ahead=0)
     assert (list(stay.values()), stay.held, stay.reserved) == ([0, 0, "cpu", "cpu"], {0: 44, "cpu": 20}, {0: 10})
-    go = infer_auto_device_map(model, {0: 60, "cpu": 1000}, offload_buffers=True)
+    go = infer_auto_device_map(model, {0: 60, "cpu": 1000}, offload_buffers=True, read_ahead=0)
     assert (list(go.values()), go.held, go.reserved) == ([0, 0, "cpu", "cpu"], {0: 32, "cpu": 32}, {0: 16})
     with pytest.raises(ConfigError, match="24 bytes for buffers that stay"):
         infer_auto_device_map(model, {0: 33, "cpu": 20, "disk": 100})
@@ -343,7 +352,7 @@ def test_room_for_activations_is_kept() -> None:
     """Room for activations is kept."""
     model = nn.Sequential(*(Leaf(10, 0) for _ in range(4)))
     assert infer_auto_device_map(model, {0: 40, "cpu": 99}) == {"": 0}
-    plan = infer_auto_device_map(model, {0: 40, "cpu": 99}, activations=5)
+    plan = infer_auto_device_map(model, {0: 40, "cpu": 99}, activations=5, read_ahead=0)
     assert (list(plan.values()), plan.reserved) == ([0, 0, "cpu", "cpu"], {0: 15, "cpu": 5})
     plan = infer_auto_device_map(model, {0: 40, 1: 20, "cpu": 99}, activations={0: "20B"})
     assert (list(plan.values()), plan.reserved) == ([0, 0, 1, 1], {0: 20})
@@ -428,7 +437,8 @@ def test_shared_modules_counted_once() -> None:
 
 def test_the_table_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     """The table says why."""
-    plan = infer_auto_device_map(Big(), {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block", verbose=True)
+    budget = {0: EMBED + 3 * BLOCK, "cpu": 10**6}
+    plan = infer_auto_device_map(Big(), budget, no_split_module_classes="Block", verbose=True, read_ahead=0)
     printed = capsys.readouterr().out
     assert printed.strip() == plan.table()
     line = next(line for line in printed.splitlines() if line.startswith("blocks.2"))

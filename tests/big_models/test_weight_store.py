@@ -21,8 +21,6 @@ from slipstream.big_models.hooks.weight_swap import is_placeholder
 from slipstream.big_models.layer_major import find_weight_stores
 from slipstream.big_models.weight_store import store as store_module
 from slipstream.big_models.weight_store.store import (
-    BlockTransfer,
-    DeviceBundle,
     MappedFile,
     PageBundle,
     WeightBlock,
@@ -31,6 +29,7 @@ from slipstream.big_models.weight_store.store import (
     merge_spans,
     open_mapped_file,
 )
+from slipstream.big_models.weight_store.transfer import BlockTransfer, DeviceBundle
 from slipstream.big_models.weight_store.weights import OffloadedWeightsLoader, PrefixedDataset
 from slipstream.devices.table import CPU
 from slipstream.errors import CheckpointError, ConfigError, StateError
@@ -317,51 +316,6 @@ def test_loader_needs_source() -> None:
     """Nothing to load from is an error."""
     with pytest.raises(ConfigError, match="from somewhere"):
         OffloadedWeightsLoader()
-
-
-class Streams:
-    """Stands in for the namespace of an accelerator, and keeps a record of what was asked of it."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def Stream(self, device: Any) -> Any:
-        return SimpleNamespace(record_event=lambda: self.event())
-
-    def event(self) -> Any:
-        self.calls.append("record")
-        return SimpleNamespace(synchronize=lambda: self.calls.append("synchronize"))
-
-    def stream(self, stream: Any) -> Any:
-        return torch.no_grad()  # any context
-
-    def current_stream(self, device: Any) -> Any:
-        return SimpleNamespace(wait_event=lambda event: self.calls.append("wait"))
-
-
-def test_next_block_copied_ahead(
-    tmp_path: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an accelerator the next block is on its way while one runs."""
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    weights, streams = loader_of(tmp_path, stored), Streams()
-    transfer = BlockTransfer(torch.device("cpu"), replace(CPU, module=lambda: streams, indexed=True))
-    bundles = []
-    for name in stored:
-        bundle = weights.bundle([name], "cpu")
-        assert isinstance(bundle, PageBundle)
-        bundles.append(DeviceBundle(weights.store, bundle.block, transfer))
-    for turn in range(2):
-        for name, bundle in zip(stored, bundles, strict=True):
-            before = streams.calls.count("record")
-            taken = bundle.take()[0].clone()
-            if turn or name != "blocks.0.weight":
-                assert streams.calls.count("record") == before  # it was copied while the one before it ran
-            assert torch.equal(taken, stored[name])
-            bundle.give_back()
-            assert streams.calls.count("record") == before + (1 if turn or name != "blocks.0.weight" else 2)
-    assert streams.calls.count("wait") == 12
-    assert "synchronize" in streams.calls  # pinned memory is filled again only after its copy is through
 
 
 def test_copies_without_streams(

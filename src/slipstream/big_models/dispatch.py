@@ -30,6 +30,7 @@ from slipstream.big_models.device_map.validation import (
     ResolvedDeviceMap,
     check_device_map,
     format_names,
+    parse_device_key,
     resolve_device,
     warn_unknown_classes,
 )
@@ -164,7 +165,8 @@ class Dispatcher:
     """A model, the devices of its modules, and the `blocks` that get hooks (name -> whether submodules are included).
 
     Values that are not in the model come from `index` (weights in files; it overrides values in the model), `state`, the previous
-    dispatch, `loaded_index` (set by loading) and the index of `folder`. `always`: offload weights even if they are in memory.
+    dispatch, `loaded_index` (set by loading) and the index of `folder`. `always`: offload weights even if they are in memory. `room`: the
+    bytes on the accelerator for offloaded weights; None if unknown.
     """
 
     loader_class: type[OffloadedWeightsLoader] = OffloadedWeightsLoader
@@ -183,8 +185,9 @@ class Dispatcher:
         offload_buffers: bool = False,
         skip_keys: str | list[str] | None = None,
         always: bool = False,
+        room: int | None = None,
     ) -> None:
-        self._model, self._targets, self._always = model, targets, always
+        self._model, self._targets, self._always, self._room = model, targets, always, room
         self._state, self._index, self._loaded_index = state or {}, index or {}, loaded_index or {}
         self._offload_buffers, self._skip_keys = offload_buffers, skip_keys
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -208,12 +211,13 @@ class Dispatcher:
         loader = self._loader(offloaded, limit)
         sizes = [loader.size_of(tensor.name for tensor in block) for block in blocks.values()]
         loader.store.limit = _check_limit(limit, must_hold, names, sizes)
+        loader.copies_ahead = self._room is None or 2 * max(map(_block_size, blocks.values()), default=0) <= self._room
         self._place_all(tensors)
         shared = (tensor.value for tensor in tensors if len(tensor.slots) > 1 and tensor.value is not None)
         self._attach(blocks, loader, {value.data_ptr(): {} for value in shared})
         loader.first_names = {slot.name: tensor.name for tensor in offloaded for slot in tensor.slots}
         loader.keeps_alive = tuple(dict.fromkeys(self._temporary))
-        if offloaded:
+        if offloaded or len(self._targets.devices) > 1:
             # torch internals: `_apply` is what every `.to()` and `.half()` of a module calls, and there is no hook before it. Tried on
             # torch 2.13; tests/big_models/test_dispatch_model.py notices a change. It can go when torch has such a hook.
             self._model._apply = functools.partial(_refuse_move, self._model)  # type: ignore[method-assign]
@@ -280,7 +284,14 @@ class Dispatcher:
     def _set_target(self, tensor: ModuleTensor) -> None:
         slots = [slot for slot in tensor.slots if tensor.offloaded or not self._is_offloaded(slot)]
         default = None if tensor.offloaded else self._targets.main
-        tensor.target = next((device for slot in slots if (device := self._targets[slot.name]) is not None), default)
+        devices = [device for slot in slots if (device := self._targets[slot.name]) is not None]
+        tensor.target = devices[0] if devices else default
+        if not tensor.offloaded and len(set(devices)) > 1:
+            names = " and ".join(f"{slot.name} on {self._targets[slot.name]}" for slot in slots)
+            get_logger(__name__).warning(
+                f"device_map puts one weight on several devices: {names}. Each has a copy of its own, and they are no longer tied: "
+                "training would change them differently. Give their modules one device."
+            )
 
     def _find_values(self, tensor: ModuleTensor, folder_index: _Entries, is_empty: bool) -> None:
         def first(table: Mapping[str, Any]) -> Any:
@@ -437,12 +448,22 @@ def _check_limit(limit: int | None, must_hold: bool, names: Sequence[str], sizes
 
 
 def _refuse_move(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Raise for `.to()`, `.half()` and similar calls, which cannot move or convert offloaded tensors."""
+    """Raise for `.to()` and similar calls: they cannot move or convert offloaded tensors, nor move a model away from its hooks."""
     if has_offloaded_modules(model):
         raise StateError(
             f"This {type(model).__name__} has offloaded modules (see its hf_device_map), whose weights cannot be moved or converted. Leave "
             "out .to(), .half() and the like: give a device_map and dtype when you load it, or remove_hook_from_submodules(model) first."
         )
+    if any(isinstance(hook, AlignDevicesHook) for module in model.modules() for hook in get_hooks(module)):
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        elsewhere = {device: fn(torch.empty(0, device=device)).device for device in devices}
+        if moves := [(device, moved) for device, moved in elsewhere.items() if moved != device]:
+            raise StateError(
+                f"This {type(model).__name__} is dispatched over {format_names(sorted(map(str, devices)))} (see its hf_device_map), and "
+                f"its hooks move activations to these devices: weights cannot be moved from {moves[0][0]} to {moves[0][1]}. Leave out "
+                ".to() and the like, dispatch it again with another device_map, or call remove_hook_from_submodules(model) first."
+            )
+        return type(model)._apply(model, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
     del model._apply  # the hooks are gone
     moved: nn.Module = model._apply(fn, recurse)  # type: ignore[no-untyped-call]
     return moved
@@ -523,8 +544,9 @@ def dispatch_checked(
     else:
         most = _limit(limit, device_map)
         stay_whole = {*whole, *getattr(device_map, "whole", ()), *(getattr(model, "_no_split_modules", None) or ())}
-        blocks = find_dispatch_blocks(model, targets, most, stay_whole)
-        Dispatcher(model, targets, blocks, **options).run(most, must_hold=limit is not None)
+        room = _room_on_device(device_map, targets)
+        blocks = find_dispatch_blocks(model, targets, most, stay_whole, room)
+        Dispatcher(model, targets, blocks, room=room, **options).run(most, must_hold=limit is not None)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -604,6 +626,20 @@ def _limit(given: int | str | None, device_map: Mapping[str, Any]) -> int | None
     return max(1, budget[HOST.type] - held.get(HOST.type, 0) - activations.get(HOST.type, 0))
 
 
+def _room_on_device(device_map: Mapping[str, Any], targets: ResolvedDeviceMap) -> int | None:
+    """Return the bytes that a plan leaves for offloaded weights on the accelerator that runs them; None if the map is no plan."""
+    budget: Mapping[Any, int] = getattr(device_map, "budget", {})
+    main = parse_device_key(targets.main, "main_device")
+    if targets.main == HOST or main not in budget:
+        return None
+    taken: Iterator[int] = (getattr(device_map, name, {}).get(main, 0) for name in ("held", "activations"))
+    return max(1, budget[main] - sum(taken))
+
+
+def _block_size(block: Iterable[ModuleTensor]) -> int:
+    return sum(tensor.nbytes for tensor in block)
+
+
 def choose_execution_device(model: nn.Module, given: Any) -> torch.device:
     """Return the device that offloaded modules run on: the one given, or that of the first weight."""
     if given is not None:
@@ -615,14 +651,20 @@ def choose_execution_device(model: nn.Module, given: Any) -> torch.device:
     return first.device
 
 
-def _largest_block(limit: int | None) -> int:
-    """Return the size above which a module is divided."""
-    return LARGEST_BLOCK if limit is None else max(1, min(LARGEST_BLOCK, limit // (1 + PREFETCHED_BLOCKS)))
+def _largest_block(limit: int | None, room: int | None = None) -> int:
+    """Return the size above which a module is divided: the limit holds prefetched blocks too, and the room on a device one of them."""
+    sizes = [LARGEST_BLOCK, *([limit // (1 + PREFETCHED_BLOCKS)] if limit is not None else []), *([room // 2] if room is not None else [])]
+    return max(1, min(sizes))
 
 
-def find_dispatch_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str]) -> dict[str, bool]:
-    """Return the blocks of all entries that need a hook, in the order of the model; a module that occurs twice counts once."""
-    largest = _largest_block(limit)
+def find_dispatch_blocks(
+    model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str], room: int | None = None
+) -> dict[str, bool]:
+    """Return the blocks of all entries that need a hook, in the order of the model; a module that occurs twice counts once.
+
+    `limit`: bytes of offloaded weights in host memory at a time; `room`: the same on the accelerator that runs them.
+    """
+    largest = _largest_block(limit, room)
     modules = dict(model.named_modules(remove_duplicate=False))
     order: dict[int, int] = {}
     for module in modules.values():

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from slipstream.big_models.weight_store.store import WeightBlock, WeightStore
+from slipstream.devices import rng
 from slipstream.distributed.current import current_or_none
 from slipstream.distributed.progress_bar import show_progress
 from slipstream.errors import ConfigError, StateError
@@ -110,7 +111,7 @@ class LayerMajorRunner:
     def run(self) -> None:
         """Run all calls; re-raise the first error after the others have stopped."""
         if self.left:
-            before = torch.get_rng_state()
+            before = rng.capture(_random_kinds())
             self.waiting = [_CallThread(self, number) for number in range(self._width)]
             for lane in self.waiting:
                 lane.thread.start()
@@ -122,7 +123,7 @@ class LayerMajorRunner:
                 self._over.wait()
             for lane in list(self.lanes.values()):
                 lane.thread.join()
-            torch.set_rng_state(before)
+            rng.restore(before)
         if self.failure is not None:
             number, reason = self.failure
             if number >= 0 and hasattr(reason, "add_note"):
@@ -166,7 +167,7 @@ class _CallThread:
         self.turn = threading.Event()
         target = partial(contextvars.copy_context().run, self._run)  # lanes see the context variables of the caller
         self.thread = threading.Thread(target=target, name=f"slipstream: lane {number}", daemon=True)
-        self._random: torch.Tensor | None = None
+        self._random: dict[str, Any] = {}
 
     def inside(self, block: WeightBlock) -> bool:
         """Return whether the thread is already inside this block, so that it need not wait."""
@@ -174,14 +175,14 @@ class _CallThread:
 
     def pause(self) -> None:
         """Let the others run until it is this thread's turn again."""
-        self._random = torch.get_rng_state()
+        self._random = rng.capture(_random_kinds())
         self.turn.clear()
         self.runner.waiting.append(self)
         self.runner.run_next()
         self.turn.wait()
         if self.runner.failure is not None:
             raise _CallStopped
-        torch.set_rng_state(self._random)
+        rng.restore(self._random)
 
     def _run(self) -> None:
         runner = self.runner
@@ -201,20 +202,28 @@ class _CallThread:
         runner.run_next()
 
 
+def _random_kinds() -> list[str]:
+    """Return the kinds of random state of torch: that of the host, and those of devices that were used."""
+    return [kind for kind in rng.default_kinds() if kind not in ("python", "numpy")]
+
+
 class _ThreadModes:
-    """The modes that torch keeps per thread, as they are in the thread that made this."""
+    """The modes that torch keeps per thread, as they are in the thread that made this: the current device and stream are among them."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._threads = torch.get_num_threads()
         present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._stream = None if present is None else torch.accelerator.current_stream()
         kinds = ("cpu",) if present is None else ("cpu", present.type)
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
 
     def enter(self) -> ExitStack:
         """Set the same modes in the calling thread."""
         torch.set_num_threads(self._threads)
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)  # and its device
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(self._inference) if self._inference else torch.set_grad_enabled(self._grad))
         for kind, dtype in self._autocast:

@@ -3,7 +3,7 @@
 `load_checkpoint_in_model` loads, `load_checkpoint_and_dispatch` also plans the map and attaches the hooks that load offloaded weights.
 Safetensors files are used in place: weights for "cpu" become mapped pages, weights for the disk stay in the user's file, and only
 accelerators get a copy. Weights in other formats, or that need another dtype, are written to an offload folder. No pickle is executed.
-All checks come before the first change: after an error the model is unchanged.
+All checks come before the first change, and what needs memory of a device comes first: after an error the model is unchanged.
 """
 
 from __future__ import annotations
@@ -117,6 +117,17 @@ class _LoadedTensor(ModuleTensor):
         return self.target is not None and (self.is_shared or self.is_converted or self.target != self.value.device)
 
     @property
+    def fits_in_place(self) -> bool:
+        """Whether the tensor in the model is on the target, an accelerator, and can have the values: no more memory is needed."""
+        held = self.held
+        return held.device == self.target and held.device.type != HOST.type and held.dtype is self.wanted and not held.is_inference()
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether it takes memory of an accelerator."""
+        return self.target is not None and self.target.type != HOST.type and not self.fits_in_place
+
+    @property
     def is_written(self) -> bool:
         """Whether it goes to the disk and the checkpoint's file cannot be used in place."""
         in_place = self.origin is not None and self.origin[0].layout is not None and self.value.shape == self.held.shape
@@ -167,11 +178,7 @@ def load_by_device_map(
             if tensor.target is None
             for slot in tensor.slots
         }
-        for tensor in tensors:
-            _place_tensor(tensor)
-            if tensor.is_copied:
-                tensor.release()
-                shown.update(tensor.value.nbytes)
+        _place_tensors(tensors, shown.update)
     return LoadedWeights(report, index, written)
 
 
@@ -261,11 +268,43 @@ def _target_device(slots: Sequence[ModuleSlot], targets: ResolvedDeviceMap, offl
     return found
 
 
+def _place_tensors(tensors: Sequence[_LoadedTensor], done: Callable[[int], object]) -> None:
+    """Put the values into the model. Those that need memory on an accelerator come first: where it is full, the model is restored."""
+    placed: list[_LoadedTensor] = []
+    for tensor in sorted(tensors, key=lambda tensor: not tensor.needs_memory):
+        try:
+            _place_tensor(tensor)
+        except torch.OutOfMemoryError as error:
+            reason = _explain_full_device(tensor, tensors, sum(other.nbytes for other in placed if other.target == tensor.target), error)
+        else:
+            reason = ""
+        if reason:
+            for earlier in placed:
+                earlier.put(earlier.held)
+            raise torch.OutOfMemoryError(reason)
+        placed.append(tensor)
+        if tensor.is_copied:
+            tensor.release()
+            done(tensor.value.nbytes)
+
+
+def _explain_full_device(tensor: _LoadedTensor, tensors: Iterable[_LoadedTensor], loaded: int, error: torch.OutOfMemoryError) -> str:
+    total = sum(other.nbytes for other in tensors if other.target == tensor.target)
+    return (
+        f"{tensor.target} has no room for {tensor.name} ({convert_bytes(tensor.nbytes)}): the device map puts {convert_bytes(total)} of "
+        f"weights there, and {convert_bytes(loaded)} were loaded. The model is unchanged. Put some of its modules on another device, "
+        f'"cpu" or "disk"; or give device_map="auto", with max_memory if other things need the device too. The device says: {error}'
+    )
+
+
 def _place_tensor(tensor: _LoadedTensor) -> None:
     held, value = tensor.held, tensor.value
     if tensor.target is None:
         if not held.is_meta or held.dtype is not tensor.wanted:
             _replace_tensor(tensor, torch.empty(held.shape, dtype=tensor.wanted, device="meta"))
+        return
+    if tensor.is_copied and tensor.fits_in_place:
+        held.detach().copy_(value.view_as(held))
         return
     if tensor.is_copied:
         value = value.to(tensor.target, tensor.wanted, copy=True)

@@ -147,7 +147,8 @@ def release_memory(*objects: Any) -> list[None]:
 def available_memory(device: torch.device | str) -> int | None:
     """Return the bytes that can still be allocated on a device, or None if the device does not tell.
 
-    On the host this is what the kernel can give without swapping, and no more than the control groups around this process allow.
+    On the host this is what the kernel can give without swapping, and no more than the control groups around this process allow. On an
+    accelerator memory that torch keeps for reuse counts as free.
 
     >>> available_memory("cpu") > 0
     True
@@ -160,7 +161,8 @@ def available_memory(device: torch.device | str) -> int | None:
 
 def _free_on(family: Family, device: torch.device | str) -> int | None:
     if family.has("mem_get_info"):
-        return int(family.ask("mem_get_info", device=device)[0])
+        cached = family.ask("memory_reserved", device=device, default=0) - family.ask("memory_allocated", device=device, default=0)
+        return int(family.ask("mem_get_info", device=device)[0]) + max(0, int(cached))
     if family.has("recommended_max_memory"):  # memory shared with the host: there is a budget, not a pool
         return max(0, int(family.ask("recommended_max_memory")) - int(family.ask("driver_allocated_memory")))
     return None

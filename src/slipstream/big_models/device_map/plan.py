@@ -418,7 +418,8 @@ def infer_auto_device_map(
     `activations`: bytes kept free, on every device that is not a disk or per device. `offload_buffers`: buffers of offloaded layers go with
     them and do not stay on the main device. `fallback_allocation`: where the next layer does not fit, later ones may fill the room.
     `verbose` prints the plan. `clean_result=False` keeps the layers as they were placed, without merging them into modules. `read_ahead`:
-    where the CPU runs layers from the disk, it keeps room for so many prefetched ones beside the largest, in a third of its budget at most.
+    the device that runs offloaded layers keeps room for so many prefetched ones beside the largest (an accelerator for one), in a third of
+    its budget at most.
 
     A ConfigError names the layer if the device that would run it has no room for it, with the bytes that are missing.
 
@@ -461,12 +462,15 @@ def _best(problems: Sequence[_Problem], fallback: bool) -> tuple[_Problem, Packi
 
 
 def _with_prefetch_room(problem: _Problem, packing: Packing, fallback: bool, ahead: int) -> Packing:
-    """Return the packing that leaves the CPU room for prefetched layers from the disk, in a third of what it has at most."""
+    """Return the packing that leaves the device that runs offloaded layers room for prefetched ones, in a third of what it has at most.
+
+    On the CPU they come from the disk. An accelerator gets the next one while one runs.
+    """
     room = problem.rooms[packing.main]
-    most = min(ahead, room.cap // 3 // packing.reserve) if room.kind == "memory" and packing.reserve else 0
+    most = min(ahead if room.kind == "memory" else min(ahead, 1), room.cap // 3 // packing.reserve) if packing.reserve else 0
     for count in range(most, 0, -1):
         rooms = list(problem.rooms)
-        rooms[packing.main] = Room("memory", room.cap - count * packing.reserve)
+        rooms[packing.main] = Room(room.kind, room.cap - count * packing.reserve)
         try:
             found = pack(problem.items, rooms, fallback)
         except NoPacking:

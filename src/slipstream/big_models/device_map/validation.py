@@ -121,6 +121,11 @@ class ResolvedDeviceMap:
         return target is None or (target.type == CPU.type and self.main.type != CPU.type)
 
     @property
+    def devices(self) -> set[torch.device]:
+        """All devices of the map."""
+        return {device for device in self.entries.values() if device is not None}
+
+    @property
     def single(self) -> torch.device | None:
         """The device, if there is one for everything."""
         found = set(self.entries.values())

@@ -159,17 +159,25 @@ def align_module_device(module: torch.nn.Module, execution_device: torch.device 
 @contextmanager
 def _moved_tensors(module: torch.nn.Module, execution_device: torch.device | str | int | None) -> Iterator[None]:
     slots = list(find_slots(module, recurse=False)) if execution_device is not None else []
+    moved: dict[str, tuple[Any, int | None]] = {}
     try:
         for slot in slots:
             set_module_tensor_to_device(module, slot.name, execution_device, clear_cache=False)  # type: ignore[arg-type]
+            moved[slot.name] = (slot.store[slot.key], _version(slot.store[slot.key]))
         yield
     finally:
         for slot in slots:
             now = slot.store.get(slot.key)
-            if now is not None and now is not slot.tensor and now.device != slot.tensor.device:
-                if not now.is_meta:
+            if isinstance(now, torch.Tensor) and now is not slot.tensor and now.device != slot.tensor.device:
+                copy, version = moved.get(slot.name, (None, None))
+                if not now.is_meta and (now is not copy or version is None or now._version != version):  # written to: keep that
                     slot.tensor.data = now.detach().to(slot.tensor.device)
                 slot.store[slot.key] = slot.tensor
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return how often a tensor was written to; None if it does not count that."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager

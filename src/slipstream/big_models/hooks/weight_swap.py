@@ -223,13 +223,19 @@ def find_slots(module: torch.nn.Module, recurse: bool) -> Iterator[ModuleSlot]:
 
 
 def normalize_device(device: Any) -> torch.device:
-    """Return a torch device; "cpu:0" is "cpu".
+    """Return a torch device as tensors name theirs: "cpu:0" is "cpu", and an accelerator without a number is the current one.
 
     >>> normalize_device("cpu:0")
     device(type='cpu')
     """
     made = torch.device(device)
-    return torch.device("cpu") if made.type == "cpu" else made
+    if made.type == "cpu":
+        return torch.device("cpu")
+    if ":" not in str(made) and torch.accelerator.is_available():
+        present = torch.accelerator.current_accelerator()
+        if present is not None and present.type == made.type:
+            return torch.device(made.type, torch.accelerator.current_device_index())
+    return made
 
 
 def wrap_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -350,7 +356,7 @@ class MappedBundle:
 
 
 _InstalledValue = tuple[torch.Tensor, int, torch.dtype, bool]
-"""The value in place, its address (0: not watched), and the dtype and requires_grad of the placeholder that it was made for."""
+"""The value in place, its address (0: not watched), the dtype of the placeholder that it was made for, and whether it is trained."""
 
 
 class _SwapperReference:
@@ -487,7 +493,7 @@ class WeightSwapper:
         with self._lock:
             tensors = self._bundle.take()
             try:
-                yield self._make(slot, tensors[self._slots.index(slot)])[0]
+                yield self._make(slot, tensors[self._slots.index(slot)], slot.first[2].requires_grad)[0]
             finally:
                 self._bundle.give_back()
 
@@ -510,7 +516,7 @@ class WeightSwapper:
 
     def _put_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
         now: list[_InstalledValue] = []
-        graph = torch.is_grad_enabled()  # without a graph it does not matter what is frozen
+        graph = torch.is_grad_enabled()
         try:
             if not self._seen:
                 self._check(tensors)
@@ -521,8 +527,10 @@ class WeightSwapper:
                     placeholder = slot.accept_placeholder()
                     alone = held is None or not held.is_meta  # real values of the caller, such as those of torch.func.functional_call
                 made: _InstalledValue | None = getattr(tensor, VALUE_ATTRIBUTE, None)
-                if made is None or made[2] is not placeholder.dtype or (graph and made[3] is not placeholder.requires_grad):
-                    made = self._make(slot, tensor)
+                # Without a graph no weight is trained: autocast would keep a converted copy of each one that is, until its block ends.
+                trained = graph and placeholder.requires_grad
+                if made is None or made[2] is not placeholder.dtype or made[3] is not trained:
+                    made = self._make(slot, tensor, trained)
                 now.append(made)
                 if alone:
                     continue
@@ -552,18 +560,20 @@ class WeightSwapper:
         self._now, self._tensors = [], ()
         self._bundle.give_back()
 
-    def _make(self, slot: _SwappedTensor, tensor: torch.Tensor) -> _InstalledValue:
-        """Return the value for a slot made of this tensor; it is kept with the tensor."""
+    def _make(self, slot: _SwappedTensor, tensor: torch.Tensor, trained: bool) -> _InstalledValue:
+        """Return the value for a slot made of this tensor; it is kept with the tensor. `trained`: whether it requires gradients."""
         placeholder = slot.first[2]
         wanted, converted = placeholder.dtype, tensor
         if tensor.dtype is not wanted and tensor.is_floating_point() and wanted.is_floating_point:
             with torch.inference_mode(False), torch.no_grad():
                 converted = tensor.detach().to(wanted)
         value = wrap_like(placeholder, converted)
+        if not trained:
+            value.requires_grad_(False)
         if value.requires_grad and value.is_leaf:
             value.register_post_accumulate_grad_hook(partial(self._drop_gradient, slot.name))  # type: ignore[no-untyped-call]
         watched = type(value) in PLAIN_TYPES and not value.is_inference() and not value.is_meta
-        made = (value, value.data_ptr() if watched else 0, wanted, placeholder.requires_grad)
+        made = (value, value.data_ptr() if watched else 0, wanted, trained)
         if converted is tensor:
             setattr(tensor, VALUE_ATTRIBUTE, made)
         return made

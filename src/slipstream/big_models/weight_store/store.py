@@ -2,8 +2,7 @@
 
 Tensors are views of a file's pages, which the kernel reads on first use. The mapping is private: writes into such a tensor never reach the
 file. When a block is about to run, the next ones are prefetched, in the order of the previous pass. Under a memory limit some blocks stay
-resident and the others pass through a small window, which is optimal for a cyclic order. On an accelerator the next block is copied
-through pinned memory on a side stream.
+resident and the others pass through a small window, which is optimal for a cyclic order. `transfer.py` copies blocks to accelerators.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ import torch
 from slipstream.big_models.device_map.plan import PREFETCHED_BLOCKS
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.devices.memory import convert_bytes, host_memory
-from slipstream.devices.table import Family, family_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.disk import set_direct_io
 from slipstream.files.paths import ConfinedFolder
 from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
-from slipstream.logging import get_logger
 
 __all__ = [
-    "BlockScheduler", "BlockTransfer", "DeviceBundle", "DirectBlockReader", "MappedFile", "PageBundle", "Residency", "Span", "WeightBlock",
-    "WeightStore", "decide_residency", "merge_spans", "open_mapped_file", "release_pages",
+    "BlockScheduler", "DirectBlockReader", "MappedFile", "PageBundle", "Residency", "Span", "WeightBlock", "WeightStore",
+    "decide_residency", "merge_spans", "open_mapped_file", "release_pages",
 ]
 
 
@@ -359,8 +356,12 @@ class DirectBlockReader:
 
     def finish(self, block: WeightBlock) -> list[torch.Tensor] | None:
         """Wait for the tensors of a block and return them; None if no buffer was free for it."""
-        reading = self._filled.get(block) if self._process == os.getpid() else None
+        reading = self.pending(block)
         return None if reading is None else reading.result()
+
+    def pending(self, block: WeightBlock) -> Future[list[torch.Tensor]] | None:
+        """Return the read of a block that was started; None if no buffer was free for it."""
+        return self._filled.get(block) if self._process == os.getpid() else None
 
     def drop(self, keep: list[WeightBlock]) -> None:
         """Discard the buffers of blocks that are neither running nor in `keep`."""
@@ -473,9 +474,10 @@ class WeightStore:
         return self._next(before, block)
 
     def peek(self, block: WeightBlock) -> Sequence[torch.Tensor]:
-        """Return the tensors of a block that was requested and does not run yet."""
+        """Return the tensors of a block that was requested and does not run yet; others may enter while this waits for the disk."""
         with self._lock:
-            return self._read_directly(block) or block.tensors
+            reading = None if self._direct_reader is None else self._direct_reader.pending(block)
+        return block.tensors if reading is None else reading.result()
 
     def _read_directly(self, block: WeightBlock) -> list[torch.Tensor] | None:
         return None if self._direct_reader is None else self._direct_reader.finish(block)
@@ -596,98 +598,3 @@ class PageBundle:
     def recall(self) -> None:
         """Bring the tensors back for a backward pass."""
         self.store.recall(self.block)
-
-
-_STAGING_BUFFERS = 2
-_ALIGNMENT = 64
-
-
-class BlockTransfer:
-    """Copies blocks to one device, the next one while the current one runs."""
-
-    def __init__(self, device: torch.device, family: Family | None = None) -> None:
-        self.device = device
-        self._family = family_of(device) if family is None else family
-        self._stream: Any = self._side_stream()
-        self._stages: list[tuple[torch.Tensor | None, Any]] = [(None, None)] * _STAGING_BUFFERS
-        self._turn = 0
-        self._coming: dict[WeightBlock, tuple[list[torch.Tensor], Any]] = {}
-
-    def _side_stream(self) -> Any:
-        if not self._family.has("Stream"):
-            get_logger(__name__).warning(
-                f"Weights are copied to {self.device} when they are needed: torch has no streams for such devices, so nothing is prefetched"
-            )
-            return None
-        return self._family.ask("Stream", device=self.device)
-
-    def start(self, block: WeightBlock, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to copy the tensors of a block, unless they are being copied."""
-        if self._stream is None or block in self._coming:
-            return
-        staged = self._staged(tensors)
-        with self._family.ask("stream", self._stream):
-            copies = [tensor.to(self.device, non_blocking=True) for tensor in staged]
-            event = self._stream.record_event()
-        memory, _ = self._stages[self._turn]
-        self._stages[self._turn] = (memory, event)
-        self._turn = (self._turn + 1) % _STAGING_BUFFERS
-        self._coming[block] = (copies, event)
-
-    def finish(self, block: WeightBlock, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the copies of a block; the device waits for them, the host does not."""
-        if self._stream is None:
-            return [tensor.to(self.device) for tensor in tensors]
-        self.start(block, tensors)
-        copies, event = self._coming.pop(block)
-        present = self._family.ask("current_stream", device=self.device)
-        present.wait_event(event)
-        for copy in copies:
-            copy.record_stream(present)
-        return copies
-
-    def keep(self, blocks: Sequence[WeightBlock]) -> None:
-        """Discard copies of other blocks, which were not used."""
-        self._coming = {block: coming for block, coming in self._coming.items() if block in blocks}
-
-    def _staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors in the next pinned buffer, once its previous copy has finished."""
-        places, total = [], 0
-        for tensor in tensors:
-            places.append(total)
-            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory, event = self._stages[self._turn]
-        if event is not None:
-            event.synchronize()
-        if memory is None or memory.numel() < total:
-            memory = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
-            self._stages[self._turn] = (memory, None)
-        return [
-            memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor) if tensor.numel() else tensor
-            for tensor, place in zip(tensors, places, strict=True)
-        ]
-
-
-class DeviceBundle(PageBundle):
-    """The tensors of a module that runs on an accelerator; those of the next block are copied while it runs."""
-
-    __slots__ = ("transfer",)
-
-    def __init__(self, store: WeightStore, block: WeightBlock, transfer: BlockTransfer) -> None:
-        super().__init__(store, block)
-        self.transfer = transfer
-
-    def take(self) -> Sequence[torch.Tensor]:
-        """Return copies on the device."""
-        return self.transfer.finish(self.block, self.store.enter(self.block))
-
-    def give_back(self) -> None:
-        """Copy the next block while the device still runs this one."""
-        self.store.leave(self.block)
-        following = self.store.following(self.block)
-        self.transfer.keep([following])
-        if following is not self.block:
-            self.transfer.start(following, self.store.peek(following))
-
-    def recall(self) -> None:
-        """Do nothing: the autograd graph holds the copies themselves."""

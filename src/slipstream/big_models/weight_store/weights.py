@@ -15,15 +15,8 @@ from typing import Any
 
 import torch
 
-from slipstream.big_models.weight_store.store import (
-    BlockTransfer,
-    DeviceBundle,
-    MappedFile,
-    PageBundle,
-    WeightBlock,
-    WeightStore,
-    open_mapped_file,
-)
+from slipstream.big_models.weight_store.store import MappedFile, PageBundle, WeightBlock, WeightStore, open_mapped_file
+from slipstream.big_models.weight_store.transfer import BlockTransfer, DeviceBundle
 from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, DTYPES, dtype_name
 from slipstream.devices.table import CPU
 from slipstream.errors import CheckpointError, ConfigError, StateError
@@ -103,6 +96,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.store = WeightStore(None if limit is None else parse_size(limit, "limit"))
         self._files: dict[str, tuple[MappedFile, SafetensorsLayout | None]] = {}
         self._transfers: dict[torch.device, BlockTransfer] = {}
+        self.copies_ahead = True
+        """Whether an accelerator has room for the next block beside the one that runs."""
         self.first_names: Mapping[str, str] = {}
         """The first name of each weight by all its names, where a dispatch knows them."""
         self.keeps_alive: tuple[Any, ...] = ()
@@ -161,10 +156,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         wanted = [None if place is None else place.wanted for place in placed]
         block = self.store.add(WeightBlock(_common_module(names), tensors, spans))
         where = torch.device(CPU.type if device is None else device)
-        found = PageBundle(self.store, block)
-        if where.type != CPU.type:
-            found = DeviceBundle(self.store, block, self._transfers.setdefault(where, BlockTransfer(where)))
+        found = PageBundle(self.store, block) if where.type == CPU.type else DeviceBundle(self.store, block, self._transfer(where))
         return found if not any(wanted) else ConvertedBundle(found, wanted)
+
+    def _transfer(self, device: torch.device) -> BlockTransfer:
+        if device not in self._transfers:
+            self._transfers[device] = BlockTransfer(device, ahead=self.copies_ahead)
+        return self._transfers[device]
 
     def _placed(self, key: str) -> _FileTensor:
         entry = self.index[key]
