@@ -73,7 +73,8 @@ def compare(name: str, entered: list[str]) -> None:
     """Raise unless the page lists the path: its files in the order in which they are entered, and the rooms of the others."""
     files, rooms = path_on_page(name)
     assert [file for file in entered if file in files] == files, f"{name} enters its files in another order than the page says"
-    others = {file.split("/")[0] + "/" if "/" in file else file for file in entered if file not in files}
+    # The stand-in accelerator is asked where another test of this process has loaded it.
+    others = {file.split("/")[0] + "/" if "/" in file else file for file in entered if file not in files} - {"testing/"}
     assert others == rooms, f"{name} asks other rooms than the page says: {sorted(others)}"
 
 

@@ -271,3 +271,30 @@ def _documented_signature(function: Callable[..., Any]) -> inspect.Signature:
     after = ", ".join(part if "=" in part else f"{part}=None" for part in after.split(", ")) if star else ""
     exec(f"def {name}({'self, ' if is_method and inside else 'self' if is_method else ''}{before}{star}{after}): ...", scope)  # noqa: S102
     return inspect.signature(scope[name])
+
+
+# --- the record -------------------------------------------------------------------------------------------------------------------
+
+HERE = Path(__file__).parent
+TREES: Mapping[str, Path] = {
+    "device_calls.txt": HERE.parents[1] / "src/slipstream",
+    "device_calls_drop_in.txt": HERE.parents[1] / "compat/src/accelerate",
+}
+_HEAD = """\
+# The calls to device namespaces: file | call | arguments as they are written. `python tests/devices/device_calls.py` writes this file.
+# <family> is the namespace of the device family in use; [device] is passed where its devices have numbers. test_device_calls.py compares.
+
+"""
+
+
+def write_records(families: frozenset[str]) -> None:
+    """Write down the calls as they are now. Read the difference before you keep it."""
+    for name, root in TREES.items():
+        calls, _ = collect_tree(root, families)
+        (HERE / name).write_text(_HEAD + "".join(f"{str(call).rstrip()}\n" for call in calls))
+
+
+if __name__ == "__main__":
+    from slipstream.devices.table import family_types
+
+    write_records(frozenset(family_types()) | {"mtia"})

@@ -19,7 +19,7 @@ def guarded(options: GuardKwargs, kwargs_handlers: Any = (), **settings: Any) ->
 
 
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).to(dtype)
 

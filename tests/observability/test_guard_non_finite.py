@@ -345,3 +345,34 @@ def test_fp16_overflow_streak() -> None:
     assert not guards.reporter.reported
     with pytest.raises(NonFiniteError, match="fp16 has left out 20 updates in a row"):
         step()
+
+
+def _clipped_on_device(value: float) -> tuple[str, list[int]]:
+    """The error of an update whose gradient is poisoned before it is clipped, and the waits for the device of each update until then."""
+    module = torch.get_device_module("standin")
+    accelerator = Accelerator(on_nan="raise")
+    net = network()
+    Poison(dict(net.named_parameters())["2.weight"], [2], value)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    waits = []
+    try:
+        for number in range(STEPS):
+            inputs = batch(number, 0).to(accelerator.device)
+            loss = net(inputs).square().mean()
+            accelerator.backward(loss)
+            module.reset_counters()
+            accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            waits.append(module.counters().copies_to_host)
+            optimizer.step()
+            optimizer.zero_grad()
+    except NonFiniteError as error:
+        return str(error), waits
+    return "none", waits
+
+
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "nan"), (float("inf"), "infinite")])
+def test_clipped_on_device(ranks: Any, value: float, word: str) -> None:
+    """On a device, clipping reads nothing; an update that is refused still names the gradient that was bad before it was clipped."""
+    ((error, waits),) = ranks(1, device="standin").run(_clipped_on_device, value)
+    assert f"the gradient of 2.weight is {word}" in error
+    assert waits == [0, 0, 0]

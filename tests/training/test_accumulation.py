@@ -28,9 +28,9 @@ def run(history: list[Event], steps: int, *, known: bool = True) -> tuple[list[b
             divisor = accumulation.add_mean(event.count)
             present = present * accumulation.change_divisor(divisor) + event.value * event.count / divisor
         elif isinstance(event, Sum):
-            total = accumulation.add_sum(event.weight)
+            accumulation.add_sum(event.weight)
             if accumulation.closing:
-                divisor = accumulation.sum_divisor(total)
+                divisor = accumulation.sum_divisor(accumulation.total)
             else:
                 if accumulation.estimate is None:
                     accumulation.set_estimate(event.weight)

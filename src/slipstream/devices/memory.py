@@ -279,8 +279,15 @@ def timing_event_factory(device: Any) -> Callable[[], Any] | None:
         def record(self, stream: torch.Stream | None = None) -> None:
             super().record(torch.accelerator.current_stream(device) if stream is None else stream)
 
+    def make() -> torch.Event:
+        return DeviceEvent(device=device, enable_timing=True)
+
     try:
-        DeviceEvent(device=device, enable_timing=True).record()
+        earlier_event, later_event = make(), make()
+        earlier_event.record()  # an event asks its device for support only now
+        later_event.record()
+        later_event.synchronize()
+        earlier_event.elapsed_time(later_event)
     except (RuntimeError, NotImplementedError, TypeError):  # a family without such events: callers use the clock of the host
         return None
-    return lambda: DeviceEvent(device=device, enable_timing=True)
+    return make

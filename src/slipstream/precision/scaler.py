@@ -100,6 +100,7 @@ class LossScaler:
 
     def __init__(self, device_type: str, handler: GradScalerKwargs | None = None) -> None:
         handler = handler or GradScalerKwargs()
+        self._device_type = device_type
         self._scaler = torch.amp.GradScaler(
             device_type,
             init_scale=handler.init_scale,
@@ -176,14 +177,19 @@ class LossScaler:
         self._stepped.add(optimizer)
         return any(stepped)
 
-    def apply_pending_update(self, want_ratio: bool = False) -> float:
-        """Run the update that is due. With `want_ratio`, return new scale over old scale (waits for the device); else 1.0."""
+    def apply_pending_update(self, want_ratio: bool = False) -> float | torch.Tensor:
+        """Run the update that is due. With `want_ratio`, return new scale over old scale, on the device, without waiting; else 1.0."""
         if not self.update_pending:
             return 1.0
-        before = self._scaler.get_scale() if want_ratio else 1.0
+        if not want_ratio:
+            self._scaler.update()
+            self._forget()
+            return 1.0
+        one = torch.ones((), device=self._device_type)
+        before = self._scaler.scale(one)  # reading the number would wait for the device, twice
         self._scaler.update()
         self._forget()
-        return self._scaler.get_scale() / before if want_ratio else 1.0
+        return self._scaler.scale(one) / before
 
     def get_scale(self) -> float:
         """Return the scale that the next loss will have. Waits for the device."""

@@ -46,9 +46,9 @@ class Accumulation:
     """
 
     __slots__ = (
-        "_batch_counted", "_batch_weight", "_ended_by_loader", "_estimate", "_micro_batches", "_micro_batches_per_batch", "_total",
-        "_weight", "backward_done", "batch", "batches_trained", "closed_early", "closing", "expected", "gradient_divisor", "index",
-        "is_whole_window", "loss_kind", "named", "passes",
+        "_batch_counted", "_ended_by_loader", "_estimate", "_micro_batches", "_micro_batches_per_batch", "_total", "_weights_before",
+        "backward_done", "batch", "batches_trained", "closed_early", "closing", "expected", "gradient_divisor", "index",
+        "is_whole_window", "loss_kind", "named", "passes", "weights",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -84,8 +84,10 @@ class Accumulation:
         self._estimate = 0.0
         self._total = 0.0
         """The size of the window in full batches, for losses that are means."""
-        self._weight = self._batch_weight = 0.0
-        """The weights of the window and of the current batch on this rank, for losses that are sums."""
+        self.weights: list[Any] = []
+        """The weights of the window on this rank, for losses that are sums: numbers, or values on a device that nobody has read yet."""
+        self._weights_before = 0
+        """How many of them are of batches before the current one."""
 
     # -- batches --------------------------------------------------------------------------------------------------
 
@@ -96,7 +98,9 @@ class Accumulation:
         micro-batches as the batch before it had.
         """
         if steps <= 1 and self.closing:  # every batch is an update
-            self.index, self._total, self._weight, self._batch_weight, self.expected = 1, 0.0, 0.0, 0.0, 1
+            self.index, self._total, self.expected = 1, 0.0, 1
+            if self.weights:
+                self._clear_weights()
             self.batch, self._micro_batches, self._micro_batches_per_batch, self.gradient_divisor, self.loss_kind = batch, 1, 0, None, None
             self.backward_done = self._batch_counted = self._ended_by_loader = self.closed_early = False
             self.is_whole_window = True
@@ -106,9 +110,10 @@ class Accumulation:
             self._enter_batch(batch)
             if follows_loader:
                 end, left = batch.end and self._micro_batches >= self._micro_batches_per_batch, batch.left
-        self.backward_done, self._batch_counted, self._batch_weight = False, False, 0.0
+        self.backward_done, self._batch_counted, self._weights_before = False, False, len(self.weights)
         if self.closing:
-            self.index, self._total, self._weight, self.gradient_divisor, self.loss_kind = 1, 0.0, 0.0, None, None
+            self.index, self._total, self.gradient_divisor, self.loss_kind = 1, 0.0, None, None
+            self._clear_weights()
             self.expected = steps if left is None else min(steps, self._blocks_left(left))
             self.closing = self.is_whole_window = end or steps <= 1
         else:
@@ -135,9 +140,13 @@ class Accumulation:
     def copy_position_from(self, other: Accumulation) -> None:
         """Begin the same batch of the window as another model, for a model that was never named in `accumulate`."""
         if other.index == 1:
-            self._total, self._weight, self.gradient_divisor, self.loss_kind = 0.0, 0.0, None, None
+            self._total, self.gradient_divisor, self.loss_kind = 0.0, None, None
+            self._clear_weights()
         self.index, self.closing, self.is_whole_window, self.expected = other.index, other.closing, other.is_whole_window, other.expected
-        self.backward_done, self._batch_counted, self._batch_weight = False, False, 0.0
+        self.backward_done, self._batch_counted, self._weights_before = False, False, len(self.weights)
+
+    def _clear_weights(self) -> None:
+        self.weights, self._weights_before = [], 0
 
     def reset(self) -> None:
         """Return to the state before the first batch."""
@@ -147,10 +156,10 @@ class Accumulation:
     def on_zero_grad(self) -> None:
         """Record that gradients were cleared: the weights of the current batch no longer count. The position in the window stays."""
         self.gradient_divisor = None
-        self._weight -= self._batch_weight
-        self._batch_weight = 0.0
+        del self.weights[self._weights_before :]
         if self.index <= 1:
-            self._total, self._weight, self.loss_kind, self._batch_counted = 0.0, 0.0, None, False
+            self._total, self.loss_kind, self._batch_counted = 0.0, None, False
+            self._clear_weights()
 
     @property
     def holds_gradients(self) -> bool:
@@ -177,17 +186,15 @@ class Accumulation:
             self._total += count
         return (self._total or 1.0) if self.closing else self.expected
 
-    def add_sum(self, weight: float) -> float:
-        """Count a backward pass on a sum with its weight, and return the weight of the window so far on this rank."""
+    def add_sum(self, weight: Any) -> None:
+        """Count a backward pass on a sum with its weight: a number, or a value that is read when `total` is asked for."""
         self._set_loss_kind(_SUMS)
-        self._weight += weight
-        self._batch_weight += weight
-        return self._weight
+        self.weights.append(weight)
 
     @property
     def total(self) -> float:
         """The size of the window so far on this rank: full batches, or the sum of weights."""
-        return self._weight if self.is_weighted else self._total
+        return sum(map(float, self.weights)) if self.is_weighted else self._total
 
     @property
     def is_weighted(self) -> bool:
@@ -241,12 +248,12 @@ class Accumulation:
         """Restore a saved window; raise for an invalid state before anything changes."""
         self.check(state)
         self.loss_kind = next(kind for kind, name in _KIND_NAMES.items() if name == state["kind"])
-        self._total, self._weight = (0.0, state["total"]) if self.is_weighted else (state["total"], 0.0)
+        self._total, self.weights = (0.0, [state["total"]]) if self.is_weighted else (state["total"], [])
         for key, attribute in _SAVED_FIELDS.items():
             if key not in ("kind", "total"):
                 setattr(self, attribute, state[key])
         self.named = state.get("named", self.index > 0)
-        self.batch, self.batches_trained, self.closed_early, self._batch_weight = None, 0, False, 0.0
+        self.batch, self.batches_trained, self.closed_early, self._weights_before = None, 0, False, len(self.weights)
 
     @staticmethod
     def check(state: Any) -> None:

@@ -41,7 +41,8 @@ class GradientClipper:
             group, models = self._group(parameters)
             key = tuple(map(id, models))
             if not self._complete(group, models):
-                return self._last.get(key, torch.zeros(()))
+                norm = self._last.get(key)
+                return norm if norm is not None else torch.zeros((), device=group[0].device if group else None)
             self._last[key] = norm = self._stepper.strategy.clip(group, max_norm, norm_type)
             if self.after is not None:
                 self.after(norm)
@@ -83,7 +84,11 @@ class GradientClipper:
         """Restore the saved norms, which `norm` returns until the next update."""
         self.check(state)
         models = self._stepper.models
-        self._last = {tuple(id(models[index]) for index in saved["models"]): saved["norm"] for saved in state}
+        self._last = {}
+        for saved in state:
+            of = [models[index] for index in saved["models"]]
+            device = next((parameter.device for model in of for parameter in model.original.parameters()), None)
+            self._last[tuple(map(id, of))] = saved["norm"].to(device)
 
     def _complete(self, parameters: list[torch.Tensor], models: list[PreparedModel]) -> bool:
         """Return whether these gradients are complete; if so, unscale them and call `before`."""

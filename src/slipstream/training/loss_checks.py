@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from slipstream.distributed.gradient_state import GradientState, MicroBatch
 from slipstream.training.accumulation import Accumulation
 
 __all__ = [
-    "NOT_PREPARED_MESSAGE", "check_weight", "find_reached_models", "warn_if_divided", "warn_if_low_precision", "warn_if_read_ahead",
-    "warn_if_share_unknown", "warn_if_unprepared", "warn_of_late_pieces", "warn_outside_accumulate",
+    "NOT_PREPARED_MESSAGE", "check_weight", "find_reached_models", "is_on_device", "read_weights", "warn_if_divided",
+    "warn_if_low_precision", "warn_if_read_ahead", "warn_if_share_unknown", "warn_if_unprepared", "warn_of_late_pieces",
+    "warn_outside_accumulate",
 ]
 
 
@@ -157,6 +158,27 @@ def check_weight(weight: Any) -> float:
     if not number >= 0.0 or number == float("inf"):
         raise ValueError(f"backward(loss, weight={weight!r}): it is the count of samples or tokens in the loss, a non-negative number")
     return number
+
+
+def is_on_device(weight: Any) -> bool:
+    """Return whether a weight is a single value that is not in host memory, so that reading it waits for a device."""
+    return isinstance(weight, torch.Tensor) and not weight.is_cpu and weight.numel() == 1
+
+
+def read_weights(weights: Sequence[torch.Tensor]) -> list[float]:
+    """Return weights on devices as numbers, read with one wait for each device and dtype; raise if one is invalid.
+
+    >>> read_weights([torch.tensor(3), torch.tensor([4])])
+    [3.0, 4.0]
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, weight in enumerate(weights):
+        groups.setdefault((weight.device, weight.dtype), []).append(number)
+    found: dict[int, float] = {}
+    for numbers in groups.values():
+        values = torch.stack([weights[number].detach().reshape(()) for number in numbers]).tolist()
+        found.update(zip(numbers, map(check_weight, values), strict=True))
+    return [found[number] for number in range(len(weights))]
 
 
 def _is_divided_by(loss: torch.Tensor, steps: float) -> bool:

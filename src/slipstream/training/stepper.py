@@ -26,6 +26,8 @@ from slipstream.training.loss_checks import (
     NOT_PREPARED_MESSAGE,
     check_weight,
     find_reached_models,
+    is_on_device,
+    read_weights,
     warn_if_divided,
     warn_if_low_precision,
     warn_if_read_ahead,
@@ -63,15 +65,19 @@ class PreparedModel:
         """Return the present gradients, without those of shared parameters."""
         return [gradient for parameter, gradient in self.collect(self.original) if id(parameter) not in self.shared]
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the present gradients by a factor."""
-        gradients = [local_part(gradient) for gradient in self.gradients()]
-        dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
-        if dense:
-            torch._foreach_mul_(dense, factor)
-        for gradient in gradients:
-            if gradient.layout != torch.strided:
-                gradient.mul_(factor)
+    def rescale(self, factor: float | torch.Tensor) -> None:
+        """Multiply the present gradients by a factor; one on a device is not read."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in self.gradients():
+            by_device.setdefault(gradient.device, []).append(local_part(gradient))
+        for device, gradients in by_device.items():
+            own = factor.to(device) if isinstance(factor, torch.Tensor) else factor
+            dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
+            if dense:
+                torch._foreach_mul_(dense, own)
+            for gradient in gradients:
+                if gradient.layout != torch.strided:
+                    gradient.mul_(own)
 
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -417,7 +423,7 @@ class Stepper:
             if block.first.expected > 1.0 and "division" not in self.warned:
                 warn_if_divided(self.warned, loss, block.first.expected)
         else:
-            divisors = self._weigh(affected, reached, check_weight(weight) if part > 0.0 else 0.0)
+            divisors = self._weigh(affected, reached, weight if part > 0.0 else 0.0)
             part = float(part > 0.0)
         divisor, corrections = _choose_divisor(affected, divisors, reached, weight is not None)
         self._run(loss, part, divisor, reached, kwargs)
@@ -432,19 +438,24 @@ class Stepper:
         counted = shares.counted
         return self.world_size * counted[self._rank] / shares.full, sum(counted) / shares.full
 
-    def _weigh(self, affected: Sequence[PreparedModel], reached: Sequence[PreparedModel], weight: float) -> list[float]:
-        """Add the weight of a sum to the models that it reaches, and return the divisor of each model's sums."""
+    def _weigh(self, affected: Sequence[PreparedModel], reached: Sequence[PreparedModel], weight: Any) -> list[float]:
+        """Add the weight of a sum to the models that it reaches, and return the divisor of each model's sums.
+
+        A weight on a device is not read before the window closes, because reading it waits for the device.
+        """
+        weight = weight.detach().clone() if is_on_device(weight) else check_weight(weight)  # the script may write into it
         for model in affected:
             if model in reached:
                 model.accumulation.add_sum(weight)
         weighed = [model.accumulation for model in affected if model.accumulation.is_weighted]
         if affected[0].accumulation.closing:
+            _read_weights(weighed)
             totals = self._sum_over_ranks([accumulation.total for accumulation in weighed])
             found = {id(own): own.sum_divisor(total) for own, total in zip(weighed, totals, strict=True)}
         else:
             new = [accumulation for accumulation in weighed if accumulation.estimate is None]
             if new:  # once: the same estimate on every rank, so that gradients can be averaged at any time
-                mean = self._sum_over_ranks([weight])[0]
+                mean = self._sum_over_ranks([check_weight(weight)])[0]
                 for accumulation in new:
                     accumulation.set_estimate(mean)
             found = {id(accumulation): accumulation.estimate or 1.0 for accumulation in weighed}
@@ -495,9 +506,8 @@ class Stepper:
         """Update the loss scale, and rescale gradients that were computed with the old scale."""
         waiting = [model for model in self.models if model.gradients()]
         ratio = self.scaler.apply_pending_update(want_ratio=bool(waiting))
-        if ratio != 1.0:
-            for model in waiting:
-                model.rescale(ratio)
+        for model in waiting:
+            model.rescale(ratio)
 
     # -- saved and restored (loop_state.py) ---------------------------------------------------------------------------
 
@@ -508,6 +518,7 @@ class Stepper:
         """
         if self.scaler.update_pending:
             self._update_scale()
+        _read_weights([model.accumulation for model in self.models])
         states = [model.accumulation.state() for model in self.models]
         return {"windows": states, "sync_gradients": self.state.sync_gradients, "loose": self.backward_outside_block}
 
@@ -544,6 +555,15 @@ class Stepper:
         from slipstream.training.loop_state import set_gradients
 
         set_gradients([model.original for model in self.models], gradients)
+
+
+def _read_weights(accumulations: Sequence[Accumulation]) -> None:
+    """Read the weights of windows that are still on a device, all together."""
+    known = {id(weight): weight for own in accumulations for weight in own.weights if isinstance(weight, torch.Tensor)}
+    if known:
+        numbers = dict(zip(known, read_weights(list(known.values())), strict=True))
+        for own in accumulations:
+            own.weights[:] = [numbers.get(id(weight), weight) for weight in own.weights]
 
 
 def _choose_divisor(

@@ -1,6 +1,7 @@
 #include "collectives.h"
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
@@ -56,6 +57,7 @@ class Work final : public c10d::Work {
 };
 
 Tensors views(const Tensors& tensors) {
+  const c10::InferenceMode outside(false);  // the thread that writes to them is not in the caller's mode
   Tensors made;
   for (const auto& tensor : tensors) made.push_back(tensor.device().type() == TYPE ? host_view(tensor) : tensor);
   return made;
