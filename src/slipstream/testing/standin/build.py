@@ -120,8 +120,8 @@ def _reason(text: str) -> str:
     lines = text.splitlines()
     if any("ninja" in line.lower() and "required" in line.lower() for line in lines):
         return "torch builds extensions with ninja, which is not installed; pip install ninja"
-    errors = [line for line in lines if "error:" in line or "Error:" in line]
-    return "\n".join((errors or lines)[-8:]) or "the compiler said nothing"
+    errors = [line for line in lines if " error: " in line] or [line for line in lines if "Error: " in line]
+    return "\n".join((errors or lines)[:8]) or "the compiler said nothing"
 
 
 @contextlib.contextmanager

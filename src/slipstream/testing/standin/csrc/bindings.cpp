@@ -10,7 +10,13 @@
 namespace py = pybind11;
 using namespace standin;
 
+namespace standin {
+void register_operators_of_cpu();
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  register_operators_of_cpu();
+
   m.def("configure", &configure);
   m.def("device_count", &device_count);
   m.def("is_initialized", &initialized);

@@ -42,6 +42,8 @@ class HostViews {
     auto made = at::detail::make_tensor<c10::TensorImpl>(
         std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(impl->sizes(), impl->strides(), impl->storage_offset());
+    made._set_conj(tensor.is_conj());
+    made._set_neg(tensor.is_neg());
     return made;
   }
 
@@ -76,7 +78,8 @@ Tensor empty_on(c10::Device device, c10::IntArrayRef sizes, c10::IntArrayRef str
 Tensor to_device_memory(const Tensor& host, c10::Device device) {
   TORCH_CHECK(
       host.layout() == c10::kStrided, "the stand-in device has tensors with strides only; this operator made one with the layout ", host.layout());
-  const Tensor dense = host.is_non_overlapping_and_dense() ? host : host.contiguous();
+  const Tensor plain = host.resolve_conj().resolve_neg();
+  const Tensor dense = plain.is_non_overlapping_and_dense() ? plain : plain.contiguous();
   Tensor made = empty_on(device, dense.sizes(), dense.strides(), dense.scalar_type());
   if (dense.nbytes() > 0) std::memcpy(kernel_address(made.data_ptr()), dense.const_data_ptr(), dense.nbytes());
   return made;
@@ -186,7 +189,11 @@ class Call {
         replace_optional_tensors(value);
       } else if (value.isDevice() && value.toDevice().type() == TYPE) {
         value = c10::Device(c10::DeviceType::CPU);
-      } else if (value.isGenerator() && value.toGenerator().device().type() == TYPE) {
+      } else if (value.isGenerator()) {
+        const auto place = value.toGenerator().device();
+        TORCH_CHECK(
+            place == device_, schema_.name(), " draws numbers on ", device_, " and got a generator of ", place,
+            "; make it with torch.Generator(device=\"", device_, "\")");
         value = value.toGenerator().get<GeneratorImpl>()->inner();
       }
     }
@@ -286,6 +293,8 @@ class Call {
     auto made = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), result.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
+    made._set_conj(result.is_conj());
+    made._set_neg(result.is_neg());
     return made;
   }
 
@@ -343,6 +352,16 @@ Tensor empty_strided(
   return empty_on(chosen(device), sizes, strides, c10::dtype_or_default(type));
 }
 
+/// Zeros that torch would not store; the device stores them.
+Tensor efficient_zeros(
+    c10::IntArrayRef sizes, std::optional<c10::ScalarType> type, std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+    std::optional<bool> pin_memory) {
+  Tensor made = empty(sizes, type, layout, device, pin_memory, std::nullopt);
+  current_stream(made.device().index()).drain();
+  if (made.nbytes() > 0) std::memset(kernel_address(made.data_ptr()), 0, made.nbytes());
+  return made;
+}
+
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef sizes, std::optional<c10::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   const auto numel = c10::multiply_integers(sizes);
@@ -362,6 +381,14 @@ Tensor view(const Tensor& self, c10::IntArrayRef sizes) { return at::native::vie
 Tensor& set_source_storage(Tensor& self, at::Storage source) { return at::native::set_(self, std::move(source)); }
 Tensor& set_source_storage_offset(Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   return at::native::set_storage_cpu_(self, std::move(source), offset, sizes, strides);
+}
+Tensor& set_empty(Tensor& self) {
+  const c10::DeviceGuard guard(self.device());
+  auto* allocator = c10::GetAllocator(TYPE);
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, allocator->allocate(0), allocator, /*resizable=*/true));
+  impl->set_sizes_contiguous(c10::IntArrayRef{0});
+  return self;
 }
 Tensor& set_source_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
 
@@ -416,7 +443,7 @@ void copy_between_host_and_device(const Tensor& from, const Tensor& to, bool non
 Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   ensure_initialized();
   if (to.numel() == 0) return to;
-  const Tensor from = self.resolve_conj().resolve_neg().expand(to.sizes());
+  const Tensor from = self.expand(to.sizes());
   if (on_device(from) != on_device(to)) {
     copy_between_host_and_device(from, to, non_blocking);
     return to;
@@ -464,6 +491,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", resize_);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
+  m.impl("_efficientzerotensor", efficient_zeros);
+  m.impl("set_", set_empty);
   m.impl("set_.source_Storage", set_source_storage);
   m.impl("set_.source_Storage_storage_offset", set_source_storage_offset);
   m.impl("set_.source_Tensor", set_source_tensor);
@@ -475,9 +504,31 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// Copies keep the marks for conjugate and negative values: resolving them is itself a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 }  // namespace
+
+/// Send every operator that the CPU has a kernel for to that kernel, also those that torch would compose of others on a device that it does
+/// not know: so results are those of the CPU, bit for bit.
+void register_operators_of_cpu() {
+  // Which attention to use depends on the device: the CPU's answer names operators that only it has.
+  static const auto* left_out = new std::vector<std::string>{"aten::_fused_sdp_choice"};
+  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    const bool ours = op && name.name.rfind("aten::", 0) == 0 && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) &&
+        std::find(left_out->begin(), left_out->end(), name.name) == left_out->end();
+    if (!ours) continue;
+    const auto text = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    library->impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
 
 /// A tensor of the host over the memory of a device tensor, for the collectives.
 Tensor host_view(const Tensor& tensor) {
