@@ -109,6 +109,12 @@ class _Reader(ast.NodeVisitor):
         if node.module is not None and node.module.partition(".")[0] == "torch":
             self._modules.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        bases = [base for base in map(self._dotted, node.bases) if self._is_device_function(base)]
+        if bases:  # to make one is to make one of torch's
+            self._modules[node.name] = bases[0]
+        self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> None:
         function: ast.expr = node.func
         part = function

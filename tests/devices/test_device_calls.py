@@ -209,6 +209,7 @@ def test_wrong_torch_call_noticed(line: str) -> None:
     "import torch.mps as metal\nmetal.synchronize()",
     "from torch.amp import GradScaler\nGradScaler('cpu')",
     "torch.Stream(device)",
+    "class Own(torch.Event): ...\nOwn(device)",
     "event.wait_stream(stream)",
 ])
 def test_new_call_noticed(line: str) -> None:
