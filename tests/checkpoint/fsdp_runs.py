@@ -46,7 +46,7 @@ class Run:
         if strategy == "hsdp":
             options["parallelism_config"] = ParallelismConfig(**GRID)
         self.weighted = weighted
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+        self.accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
         model = model or net(seed)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, adamw(model), batches(self.accelerator, 96))
         self.counter = Counter()

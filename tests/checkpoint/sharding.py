@@ -55,7 +55,7 @@ def fully(model: torch.nn.Module) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh(Accelerator().device.type, (torch.distributed.get_world_size(),)))
 
 
 def replicated_too(model: torch.nn.Module) -> None:
@@ -63,7 +63,8 @@ def replicated_too(model: torch.nn.Module) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, torch.distributed.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+    sizes = 2, torch.distributed.get_world_size() // 2
+    fully_shard(model, mesh=init_device_mesh(Accelerator().device.type, sizes, mesh_dim_names=("replicate", "shard")))
 
 
 def by_columns(model: torch.nn.Module) -> None:
@@ -71,7 +72,7 @@ def by_columns(model: torch.nn.Module) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(Accelerator().device.type, (torch.distributed.get_world_size(),))
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -84,7 +85,7 @@ def by_columns(model: torch.nn.Module) -> None:
 
 def prepared(shard: Shard, seed: int = 0, width: int = 7, **options: Any) -> tuple[Accelerator, torch.nn.Module, Any]:
     """An accelerator, a sharded model and its optimizer, ready to be saved and loaded."""
-    accelerator = Accelerator(cpu=True, **options)
+    accelerator = Accelerator(**options)
     if shard is not not_at_all:
         accelerator._components.strategy = accelerator._components.stepper.engine = Sharded()
     model = net(seed, width)
@@ -107,16 +108,16 @@ def filled(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, see
 
 def _like(parameter: Any, full: torch.Tensor) -> Any:
     if not hasattr(parameter, "placements"):
-        return full
+        return full.to(parameter.device)
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements)
+    return distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def whole(value: Any) -> Any:
     """A state with every sharded tensor put together; all ranks have to ask."""
     if isinstance(value, torch.Tensor):
-        return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu().clone()
     if isinstance(value, dict):
         return {key: whole(item) for key, item in value.items()}
     return [whole(item) for item in value] if isinstance(value, (list, tuple)) else value

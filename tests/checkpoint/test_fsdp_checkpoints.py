@@ -151,7 +151,7 @@ def test_save_model(ranks: Ranks, tmp_path: Path) -> None:
     def save(kind: str) -> Any:
         run = Run(kind, plugin={"auto_wrap_policy": "no_wrap", "reshard_after_forward": False})
         run.train(1)
-        run.model(torch.zeros(1, 5, dtype=torch.int64))  # parameters stay gathered after it
+        run.model(torch.zeros(1, 5, dtype=torch.int64, device=run.accelerator.device))  # parameters stay gathered after it
         run.accelerator.save_model(run.model, tmp_path / "one")
         run.accelerator.save_model(run.model, tmp_path / "cut", max_shard_size=600)
         run.accelerator.save_model(run.model, tmp_path / "torch", safe_serialization=False)

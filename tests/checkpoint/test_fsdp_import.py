@@ -71,7 +71,7 @@ def test_load_state_of_two_ranks(tmp_path: Path, ranks: Ranks, full: bool) -> No
 
 
 def load_with_plugin(folder: Path) -> None:
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
     model = net(5)
     own = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.3)
     model, optimizer = accelerator.prepare(model, own)
@@ -90,7 +90,7 @@ def test_load_state_under_the_plugin(tmp_path: Path, ranks: Ranks, full: bool) -
 def test_optimizer_in_another_order(tmp_path: Path, ranks: Ranks) -> None:
     """States of an optimizer are mapped by the names of the parameters, not by their order, and groups keep their settings."""
     ranks(2).run(save, tmp_path / "saved", fully)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = net(5)
     own = torch.optim.AdamW([{"params": [model.mid.bias, model.embed.weight]}, {"params": [*model.norm.parameters(), model.mid.weight]}])
     model, optimizer = accelerator.prepare(model, own)
@@ -113,7 +113,7 @@ def test_optimizer_in_another_order(tmp_path: Path, ranks: Ranks) -> None:
 def test_optimizer_of_other_parameters(tmp_path: Path, ranks: Ranks, chosen: Any, said: str) -> None:
     """An optimizer of other parameters is an error that names them."""
     ranks(2).run(save, tmp_path / "saved", fully)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = net(5)
     accelerator.prepare(model, torch.optim.AdamW(chosen(model)))
     with pytest.raises(CheckpointError, match=said):

@@ -170,7 +170,7 @@ def test_merge_on_ranks(tmp_path: Path, ranks: Ranks) -> None:
     dcp_layout.save({"model": {name: tensor.clone() for name, tensor in net(1).state_dict().items()}}, tmp_path / "saved")
 
     def merge(folder: Path) -> bool:
-        state = PartialState(cpu=True)
+        state = PartialState()
         merge_fsdp_weights(folder / "saved", folder / "whole", safe_serialization=False)
         with pytest.raises(Exception, match="There is nothing at"):
             merge_fsdp_weights(folder / "nowhere", folder / "whole")
@@ -205,12 +205,12 @@ def test_with_the_plugin(tmp_path: Path, ranks: Ranks) -> None:
     def save_both(folder: Path) -> Any:
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
             plugin = FullyShardedDataParallelPlugin(state_dict_type=kind, auto_wrap_policy="no_wrap")
-            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            accelerator = Accelerator(fsdp_plugin=plugin)
             model, optimizer = train(accelerator, 0)
             filled(accelerator, model, optimizer)
             save_fsdp_model(plugin, accelerator, model, folder / kind)
             save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder / kind)
-            model, optimizer = train(other := Accelerator(cpu=True, fsdp_plugin=plugin), 5)
+            model, optimizer = train(other := Accelerator(fsdp_plugin=plugin), 5)
             load_fsdp_model(plugin, other, model, folder / kind)
             load_fsdp_optimizer(plugin, other, optimizer, model, folder / kind)
             assert equal(state(other, model, optimizer), expected()), kind
@@ -226,7 +226,7 @@ def test_group_without_parameters_keeps_its_settings(tmp_path):
     def make(rate: float) -> Any:
         model = Net()
         groups = [{"params": list(model.parameters()), "lr": 0.1}, {"params": [], "lr": rate}]
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         return accelerator, *accelerator.prepare(model, torch.optim.AdamW(groups))
 
     accelerator, model, optimizer = make(0.2)

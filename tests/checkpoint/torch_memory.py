@@ -9,12 +9,14 @@ import torch
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Bytes that a call has allocated at its worst moment, beyond what was there before."""
+    """Bytes that a call has allocated at its worst moment, beyond what was there before: of the host or of a device, the larger one."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    held = peak = 0
+    held: dict[Any, int] = {}
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        memory = event.device_type()
+        held[memory] = held.get(memory, 0) + event.nbytes()
+        peak = max(peak, held[memory])
     return peak

@@ -86,7 +86,7 @@ def train(
     steps: int = 1, epochs: int = 2, model: torch.nn.Module | None = None, call: Any = None, **options: Any
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train with clipping; return the global losses, the norms of the updates, and the weights."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     model = model or net()
     model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator))
     losses, norms = [], []
@@ -100,7 +100,7 @@ def train(
                     norms.append(float(norm))
                 optimizer.step()
                 optimizer.zero_grad()
-            shares = accelerator.gather(torch.tensor([float(loss), float(len(words))])).view(-1, 2)
+            shares = accelerator.gather(torch.tensor([float(loss), float(len(words))], device=accelerator.device)).view(-1, 2)
             losses.append(float((shares[:, 0] * shares[:, 1]).sum() / shares[:, 1].sum()))
     state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     return losses, norms, state

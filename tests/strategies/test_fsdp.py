@@ -91,7 +91,7 @@ def test_frozen(ranks: Ranks) -> None:
         model.norm.bias.requires_grad_(False)
         before = model.blocks[0].wide.weight.detach().clone()
         result = train(2, model=model, **options)
-        assert torch.equal(result[2]["blocks.0.wide.weight"], before)
+        assert torch.equal(result[2]["blocks.0.wide.weight"].cpu(), before)
         return result
 
     expected = ranks(1).run(run)[0]
@@ -115,10 +115,10 @@ def test_adapters(ranks: Ranks) -> None:
     def run(**options: Any) -> Any:
         torch.manual_seed(0)
         model = torch.nn.Sequential(Adapted(), Adapted())
-        accelerator = Accelerator(cpu=True, **options)
+        accelerator = Accelerator(**options)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
         for _ in range(3):
-            accelerator.backward(model(torch.ones(2, 6)).square().mean())
+            accelerator.backward(model(torch.ones(2, 6, device=accelerator.device)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
         return accelerator.get_state_dict(model)
@@ -136,7 +136,7 @@ def test_optimizer_by_parameter(ranks: Ranks, kind: str) -> None:
     """An optimizer follows its parameters: made before or after, prepared in any order, in one call or several."""
 
     def run(shards: bool) -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if shards else None)
+        accelerator = Accelerator(fsdp_plugin=Plugin() if shards else None)
         model = net()
         optimizer = adamw(model, **{kind: True} if kind in ("foreach", "fused") else {})
         if kind == "after":
@@ -166,7 +166,7 @@ def test_two_optimizers(ranks: Ranks) -> None:
     """Two optimizers of one model, stepped in turn."""
 
     def run(shards: bool) -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if shards else None)
+        accelerator = Accelerator(fsdp_plugin=Plugin() if shards else None)
         model = net(tied=False)
         first, second = torch.optim.SGD(model.blocks.parameters(), lr=0.1), torch.optim.Adam(model.head.parameters(), lr=0.01)
         first, second, model = accelerator.prepare(first, second, model)
@@ -188,7 +188,7 @@ def test_two_models(ranks: Ranks, toggles: bool) -> None:
 
     def run(shards: bool) -> Any:
         torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if shards else None)
+        accelerator = Accelerator(fsdp_plugin=Plugin() if shards else None)
         generator = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
         judge = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         steps = torch.optim.Adam(generator.parameters(), lr=0.01), torch.optim.Adam(judge.parameters(), lr=0.01)
@@ -225,7 +225,7 @@ def test_clip_norms(ranks: Ranks) -> None:
     """The norm is the global one on every rank: of all parameters, of some, of the largest entry, and of parameters kept from before."""
 
     def run(shards: bool) -> list[float]:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules="norm") if shards else None)
+        accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules="norm") if shards else None)
         model = net()
         kept = list(model.parameters())
         model, loader = accelerator.prepare(model, batches(accelerator, 12))
@@ -252,7 +252,6 @@ def test_windows_without_communication(ranks: Ranks) -> None:
 
     def run(each: bool) -> int:
         accelerator = Accelerator(
-            cpu=True,
             fsdp_plugin=Plugin(),
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3, sync_each_batch=each),
         )
@@ -281,12 +280,12 @@ def test_fp16_overflow(ranks: Ranks) -> None:
 
     def run() -> list[Any]:
         handlers = [GradScalerKwargs(init_scale=8.0)]
-        accelerator = Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=Plugin(), kwargs_handlers=handlers)
+        accelerator = Accelerator(mixed_precision="fp16", fsdp_plugin=Plugin(), kwargs_handlers=handlers)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         skipped = []
         for factor in (1.0, 1e8):
-            inputs = torch.ones(2, 4)
+            inputs = torch.ones(2, 4, device=accelerator.device)
             accelerator.backward(model(inputs).sum() * (factor if accelerator.is_main_process else 1.0))
             optimizer.step()
             skipped.append(optimizer.step_was_skipped)
@@ -313,7 +312,7 @@ def test_rank_zero_counts(ranks: Ranks) -> None:
     """The weights and buffers of rank 0 are those of all ranks, whatever the others were given."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules="norm"))
+        accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules="norm"))
         model = net(seed=accelerator.process_index)
         model.temperature.fill_(accelerator.process_index + 1.0)
         return accelerator.get_state_dict(accelerator.prepare(model))
@@ -330,7 +329,7 @@ def test_only_rank_zero_has_weights(ranks: Ranks) -> None:
     def run(shards: bool) -> Any:
         from slipstream import init_empty_weights
 
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(cpu_ram_efficient_loading=True) if shards else None)
+        accelerator = Accelerator(fsdp_plugin=Plugin(cpu_ram_efficient_loading=True) if shards else None)
         if accelerator.is_main_process:
             model = net()
         else:
@@ -361,13 +360,13 @@ def test_no_rank_has_weights(ranks: Ranks) -> None:
 
         with init_empty_weights():
             model = Net(tied=False)
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(param_init_fn=fill))
+        accelerator = Accelerator(fsdp_plugin=Plugin(param_init_fn=fill))
         filled = accelerator.get_state_dict(accelerator.prepare(model))
         assert all(bool((value == 0.5).all()) for name, value in filled.items() if name != "temperature")
         with init_empty_weights():
             model = Net()
         with pytest.raises(ConfigError, match="have no values on rank 0.*param_init_fn"):
-            Accelerator(cpu=True, fsdp_plugin=Plugin()).prepare(model)
+            Accelerator(fsdp_plugin=Plugin()).prepare(model)
 
     ranks(2).run(run)
 
@@ -376,7 +375,7 @@ def test_model_stays_the_users(ranks: Ranks) -> None:
     """Class, names and attributes are the user's; a state dict of the whole loads into a plain model."""
 
     def run() -> None:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         model = net()
         prepared = accelerator.prepare(model)
         assert isinstance(accelerator.unwrap_model(prepared), Net)
@@ -392,10 +391,10 @@ def test_model_stays_the_users(ranks: Ranks) -> None:
         plain.load_state_dict(accelerator.get_state_dict(prepared))
         words = torch.arange(10).view(2, 5)
         with torch.no_grad():
-            assert torch.allclose(prepared(words), plain(words), atol=1e-6)
+            assert torch.allclose(prepared(words.to(accelerator.device)).cpu(), plain(words), atol=1e-6)
             assert isinstance(prepared.embed.weight, DTensor)  # freed again, though no backward follows
         assert accelerator.prepare(prepared) is prepared
-        assert prepared.to("cpu") is prepared
+        assert prepared.to(accelerator.device) is prepared
 
     ranks(2).run(run)
 
@@ -404,7 +403,7 @@ def test_memory_of_a_rank(ranks: Ranks) -> None:
     """On four ranks parameters, gradients and optimizer state take at most 0.27 of what one process holds."""
 
     def run(shards: bool) -> int:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if shards else None)
+        accelerator = Accelerator(fsdp_plugin=Plugin() if shards else None)
         model = net(width=32)
         model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator))
         for words, following in loader:
@@ -422,7 +421,7 @@ def test_released_memory(ranks: Ranks) -> None:
     """After free_memory nothing of ours keeps a sharded model, its shards or the full parameters."""
 
     def run() -> None:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         model = net()
         seen = [weakref.ref(model), weakref.ref(model.embed.weight)]
         model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator))
@@ -446,10 +445,10 @@ def test_sharded_by_hand(ranks: Ranks) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         accelerator.wait_for_everyone()
         model = net()
-        mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, ignored_params={block.scale})
         fully_shard(model, mesh=mesh, ignored_params={block.scale for block in model.blocks})
@@ -468,11 +467,11 @@ def test_refused(ranks: Ranks) -> None:
 
     def run() -> None:
         with pytest.raises(ConfigError, match=r"2 processes|dp_shard"):
-            Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+            Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
         named = Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Blok"])
         with pytest.raises(ConfigError, match="Blok.*Block"):
-            Accelerator(cpu=True, fsdp_plugin=named).prepare(net())
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+            Accelerator(fsdp_plugin=named).prepare(net())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
         with pytest.raises(ConfigError, match="several dtypes .float32, float64."):
             accelerator.prepare(mixed)
@@ -481,7 +480,7 @@ def test_refused(ranks: Ranks) -> None:
         with pytest.raises(Exception, match="should be the same on all processes"):
             accelerator.prepare(net(width=7 + accelerator.process_index))
         with pytest.raises(ConfigError, match="DistributedDataParallelKwargs"):
-            Accelerator(cpu=True, fsdp_plugin=Plugin(), kwargs_handlers=[DistributedDataParallelKwargs()])
+            Accelerator(fsdp_plugin=Plugin(), kwargs_handlers=[DistributedDataParallelKwargs()])
 
     ranks(2).run(run)
 
@@ -490,7 +489,7 @@ def test_changed_model(ranks: Ranks) -> None:
     """Parameters may be unfrozen after prepare; new ones are refused before they diverge."""
 
     def run(shards: bool) -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if shards else None)
+        accelerator = Accelerator(fsdp_plugin=Plugin() if shards else None)
         model = net()
         if shards:
             model.blocks.requires_grad_(False)
@@ -502,7 +501,7 @@ def test_changed_model(ranks: Ranks) -> None:
             optimizer.zero_grad()
         state = accelerator.get_state_dict(model)
         if shards:
-            model.norm = torch.nn.LayerNorm(7)
+            model.norm = torch.nn.LayerNorm(7, device=accelerator.device)
             accelerator.backward(loss_of(model(words), following))
             with pytest.raises(StateError, match="norm.weight, norm.bias of .*Net were put in after"):
                 optimizer.step()
@@ -517,10 +516,10 @@ def test_released_group(ranks: Ranks) -> None:
     """A sharded model cannot run after its group was released, and says so."""
 
     def run() -> None:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         model = accelerator.prepare(net())
         accelerator.state.destroy_process_group()
         with pytest.raises(StateError, match="released"):
-            model(torch.zeros(1, 5, dtype=torch.long))
+            model(torch.zeros(1, 5, dtype=torch.long, device=accelerator.device))
 
     ranks(2).run(run)

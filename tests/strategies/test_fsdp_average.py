@@ -14,7 +14,7 @@ from slipstream import Accelerator, FullyShardedDataParallelPlugin
 
 def train(shards: bool, folder: Path | None, loads: bool, epochs: int) -> Any:
     """Train with an average beside the model; return the average and its outputs."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if shards else None)
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin() if shards else None)
     model = net()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True).requires_grad_(False)
     model, average, optimizer, loader = accelerator.prepare(model, average, adamw(model), batches(accelerator))
@@ -29,7 +29,7 @@ def train(shards: bool, folder: Path | None, loads: bool, epochs: int) -> Any:
     if folder is not None and not loads:
         accelerator.save_state(folder)
     with torch.no_grad():
-        outputs = average(torch.arange(10).view(2, 5))
+        outputs = average(torch.arange(10, device=accelerator.device).view(2, 5))
     return accelerator.get_state_dict(average), outputs
 
 

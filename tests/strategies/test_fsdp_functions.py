@@ -40,7 +40,7 @@ def update(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, to
 
 
 def train_by_prepare() -> dict[str, torch.Tensor]:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model, optimizer = net(), None
     model, optimizer = accelerator.prepare(model, adamw(model))
     return update(accelerator, model, optimizer)
@@ -54,7 +54,7 @@ def test_by_hand(ranks: Ranks, key: str) -> None:
     """A model that is sharded and an optimizer that is switched by hand train as one process does."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         model = net(seed=accelerator.process_index)  # rank 0's weights count
         optimizer = adamw(model)
         old = dict(model.named_parameters())
@@ -77,7 +77,7 @@ def test_checkpointed_blocks(ranks: Ranks) -> None:
     """`fsdp2_apply_ac` makes the blocks that the plugin shards run twice, whether the model is sharded already or not."""
 
     def run(early: bool) -> list[int]:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(transformer_cls_names_to_wrap=["Block"]))
+        accelerator = Accelerator(fsdp_plugin=Plugin(transformer_cls_names_to_wrap=["Block"]))
         model, calls = net(), []
         for name, module in model.named_modules():
             if name in ("blocks.0.wide", "norm"):
@@ -87,7 +87,7 @@ def test_checkpointed_blocks(ranks: Ranks) -> None:
         fsdp2_prepare_model(accelerator, model)
         if not early:
             fsdp2_apply_ac(accelerator, model)
-        model(torch.ones(2, 5, dtype=torch.long)).sum().backward()
+        model(torch.ones(2, 5, dtype=torch.long, device=accelerator.device)).sum().backward()
         return [calls.count(name) for name in ("blocks.0.wide", "norm")]
 
     for early in (True, False):
@@ -98,7 +98,7 @@ def test_without_plugin() -> None:
     """An Accelerator that does not shard cannot say how to."""
     for function in (fsdp2_prepare_model, fsdp2_apply_ac):
         with pytest.raises(ConfigError, match=rf"{function.__name__} with an Accelerator that does not shard.*\n.*fsdp_plugin="):
-            function(Accelerator(cpu=True), net())
+            function(Accelerator(), net())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_compiled_regions(ranks: Ranks) -> None:
     """Blocks are compiled in place, before or after the model is sharded, and nothing else changes."""
 
     def run(early: bool) -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         model = net()
         optimizer = adamw(model)
         if early:
@@ -155,9 +155,9 @@ def test_load_full(ranks: Ranks) -> None:
     """Rank 0's state dict reaches every shard, whole parameter and buffer; other ranks need none. Names of wrappers do not matter."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules="norm", reshard_after_forward=False))
+        accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules="norm", reshard_after_forward=False))
         model = accelerator.prepare(net())
-        words = torch.arange(5).view(1, 5)
+        words = torch.arange(5, device=accelerator.device).view(1, 5)
         model(words)  # parameters stay gathered after it
         state = net(seed=5).state_dict() if accelerator.is_main_process else {}
         if state:
@@ -165,7 +165,7 @@ def test_load_full(ranks: Ranks) -> None:
             state = {f"_orig_mod.{name}": value.double() for name, value in state.items()}
             del state["_orig_mod.embed.weight"]  # tied: its other name is there
         before = list(accelerator.unwrap_model(model).state_dict(keep_vars=True).values())
-        fsdp2_load_full_state_dict(accelerator, model, state, cpu_offload=True)
+        fsdp2_load_full_state_dict(accelerator, model, state, cpu_offload=accelerator.device.type == "cpu")
         assert all(old is new for old, new in zip(before, model.state_dict(keep_vars=True).values(), strict=True))
         return accelerator.get_state_dict(model), model(words).detach()
 
@@ -181,7 +181,7 @@ def test_load_meta(ranks: Ranks, placement: int) -> None:
     """A model that the script sharded on the meta device gets memory and values, and an optimizer made before follows."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         with torch.device("meta"):
             model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2, bias=False))
         mesh = accelerator.torch_device_mesh
@@ -196,8 +196,8 @@ def test_load_meta(ranks: Ranks, placement: int) -> None:
         same(accelerator.get_state_dict(model), plain.state_dict(), atol=0)
         simple = torch.optim.SGD(plain.parameters(), lr=0.1)
         inputs = torch.arange(18.0).view(3, 6)
-        for network, stepper in ((plain, simple), (model, optimizer)):
-            network(inputs).square().mean().backward()
+        for network, stepper, rows in ((plain, simple, inputs), (model, optimizer, inputs.to(accelerator.device))):
+            network(rows).square().mean().backward()
             stepper.step()
         same(accelerator.get_state_dict(model), plain.state_dict())
 
@@ -220,7 +220,7 @@ def test_bad_full_state(ranks: Ranks, name: str) -> None:
     change, message = BAD_STATES[name]
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+        accelerator = Accelerator(fsdp_plugin=Plugin())
         model = accelerator.prepare(net())
         with pytest.raises(ConfigError, match=message):
             fsdp2_load_full_state_dict(accelerator, model, change(net(seed=5).state_dict()) if accelerator.is_main_process else {})
@@ -234,7 +234,7 @@ def test_load_replicas(ranks: Ranks) -> None:
     """Replicas get rank 0's values too."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         model = accelerator.prepare(net())
         fsdp2_load_full_state_dict(accelerator, model, net(seed=5).state_dict() if accelerator.is_main_process else {})
         return accelerator.get_state_dict(model)
@@ -283,7 +283,7 @@ def test_retied_in_prepare(ranks: Ranks) -> None:
                 torch.nn.init.constant_(parameter, 0.5)
 
         plugin = Plugin(param_init_fn=ensure_weights_retied(initialize, model, "cpu"))
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        accelerator = Accelerator(fsdp_plugin=plugin)
         model = fsdp2_prepare_model(accelerator, model)
         assert model.head.weight is model.embed.weight
         return accelerator.get_state_dict(model)
@@ -346,14 +346,14 @@ def test_scaler(ranks: Ranks) -> None:
     """An overflow in the shard of one rank skips the update of all; the next one is made."""
 
     def run() -> list[float]:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(auto_wrap_policy="no_wrap"))
+        accelerator = Accelerator(fsdp_plugin=Plugin(auto_wrap_policy="no_wrap"))
         model = fsdp2_prepare_model(accelerator, torch.nn.Linear(1, 4, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = get_fsdp2_grad_scaler(init_scale=8.0, growth_interval=1000)
         scales = []
         for factor in (torch.tensor([1.0, 1.0, 1.0, torch.inf]), torch.ones(4)):  # the last row is on the last rank
             before = accelerator.get_state_dict(model)["weight"].clone()
-            scaler.scale((model(torch.ones(1, 1)) * factor).sum()).backward()
+            scaler.scale((model(torch.ones(1, 1, device=accelerator.device)) * factor.to(accelerator.device)).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

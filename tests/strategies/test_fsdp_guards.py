@@ -14,7 +14,7 @@ from slipstream.observability.guards.findings import NonFiniteError
 
 
 def step(accelerator: Accelerator, model: Any, optimizer: Any, factor: float = 1.0) -> None:
-    words = torch.arange(10).view(2, 5) % 11
+    words = torch.arange(10, device=accelerator.device).view(2, 5) % 11
     accelerator.backward(model(words).square().mean() * factor)
     optimizer.step()
     optimizer.zero_grad()
@@ -24,7 +24,7 @@ def test_nan_of_one_rank_is_skipped(ranks: Any) -> None:
     """The update is skipped on every rank, weights stay finite and equal to those without it, and the finding names a parameter."""
 
     def run(spoils: bool) -> Any:
-        accelerator = Accelerator(cpu=True, on_nan="skip", fsdp_plugin=FullyShardedDataParallelPlugin())
+        accelerator = Accelerator(on_nan="skip", fsdp_plugin=FullyShardedDataParallelPlugin())
         model = net()
         model, optimizer = accelerator.prepare(model, adamw(model))
         skipped = []
@@ -49,7 +49,7 @@ def test_nan_raises_on_all_ranks(ranks: Any) -> None:
     """With on_nan="raise" every rank raises, though the NaN is in the rows of one."""
 
     def run() -> bool:
-        accelerator = Accelerator(cpu=True, on_nan="raise", fsdp_plugin=FullyShardedDataParallelPlugin())
+        accelerator = Accelerator(on_nan="raise", fsdp_plugin=FullyShardedDataParallelPlugin())
         model = net()
         model, optimizer = accelerator.prepare(model, adamw(model))
         step(accelerator, model, optimizer)
@@ -64,7 +64,7 @@ def test_slow_rank_in_the_ledger(ranks: Any) -> None:
     """All-gather and reduce-scatter are communication; what the others wait for a slow rank is not their forward or backward."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
         model = net()
 
         def nap(module: Any, args: Any) -> None:
@@ -81,7 +81,7 @@ def test_slow_rank_in_the_ledger(ranks: Any) -> None:
         report = ledger.finish()
         return report.phases, report.slowest_rank, report.steps
 
-    phases, slowest, steps = ranks(2).run(run)[0]
+    phases, slowest, steps = ranks(2, device="cpu").run(run)[0]  # the host does not wait for collectives of a device
     assert steps == 6
     assert slowest == 1
     assert phases["waiting"][0] > phases["waiting"][1]

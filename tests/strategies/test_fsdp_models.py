@@ -23,7 +23,7 @@ def train(described: Model, training: Training) -> Result | str:
     if plugin.get("auto_wrap_policy") == "function":
         plugin["auto_wrap_policy"] = lambda module: isinstance(module, torch.nn.Linear)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=training.steps, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin)
+        gradient_accumulation_steps=training.steps, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin)
     )
     model = described.build()
     optimizer = optimizer_of(model, training.optimizer)

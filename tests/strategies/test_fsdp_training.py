@@ -19,7 +19,7 @@ Plugin = FullyShardedDataParallelPlugin
 
 
 def accelerate(shards: bool, **options: Any) -> Accelerator:
-    return Accelerator(cpu=True, fsdp_plugin=Plugin() if shards else None, **options)
+    return Accelerator(fsdp_plugin=Plugin() if shards else None, **options)
 
 
 def equal_on(ranks: Ranks, run: Any, worlds: tuple[int, ...] = (2,)) -> None:
@@ -196,12 +196,12 @@ def test_batch_norm(ranks: Ranks) -> None:
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         torch.manual_seed(10 + accelerator.process_index)
         for _ in range(3):
-            accelerator.backward(model(torch.randn(6, 4)).square().mean())
+            accelerator.backward(model(torch.randn(6, 4).to(accelerator.device)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            return model(torch.ones(2, 4)), accelerator.get_state_dict(model)
+            return model(torch.ones(2, 4, device=accelerator.device)), accelerator.get_state_dict(model)
 
     for found, expected in zip(ranks(2).run(run, True), ranks(2).run(run, False), strict=True):
         assert torch.allclose(found[0], expected[0], atol=1e-6)
@@ -262,7 +262,7 @@ def test_failure_on_one_rank(ranks: Ranks) -> None:
     def run() -> None:
         accelerator = accelerate(True, timeout=4)
         model = accelerator.prepare(Faulty())
-        words = torch.zeros(2, 5, dtype=torch.long)
+        words = torch.zeros(2, 5, dtype=torch.long, device=accelerator.device)
         model(words)
         model.fails = "forward" if accelerator.process_index == 0 else ""
         try:
@@ -271,7 +271,7 @@ def test_failure_on_one_rank(ranks: Ranks) -> None:
             model.fails = ""
             model(words)
 
-    for outcome in ranks(2).outcomes(run):
+    for outcome in ranks(2, device="cpu").outcomes(run):  # collectives of a device fail later, wherever the host waits for it
         assert re.search("MismatchError|PeerLostError|WaitTimeoutError", outcome.summary)
         assert re.search(r"rank 1 .* in forward number \d+ at sharded_training.py", outcome.traceback or "")
 
@@ -283,17 +283,17 @@ def test_rank_that_stays_away(ranks: Ranks, skips: str) -> None:
     def run() -> None:
         accelerator = accelerate(True, timeout=20)
         model = accelerator.prepare(net())
-        words = torch.zeros(2, 5, dtype=torch.long)
+        words = torch.zeros(2, 5, dtype=torch.long, device=accelerator.device)
         here = accelerator.process_index == 0
         if skips == "backward":
             loss = model(words).sum()
             if here:
                 accelerator.backward(loss)
         elif here:
-            model(words) if skips == "forward" else model.blocks[0](torch.ones(2, 7))
+            model(words) if skips == "forward" else model.blocks[0](torch.ones(2, 7, device=accelerator.device))
         accelerator.wait_for_everyone()
 
-    outcomes = ranks(2).outcomes(run)
+    outcomes = ranks(2, device="cpu").outcomes(run)  # on a device the host does not wait in a pass
     place = "backward" if skips == "backward" else "forward"
     for outcome in outcomes:
         assert outcome.failed

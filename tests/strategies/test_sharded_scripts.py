@@ -97,9 +97,9 @@ def test_views_of_other_operations(ranks: Ranks) -> None:
             return (x @ self.weight).exp().view(-1)
 
     def run(**options: Any) -> torch.Tensor:
-        accelerator = Accelerator(cpu=True, **options)
+        accelerator = Accelerator(**options)
         model = accelerator.prepare(Power())
-        output = model(torch.full((2, 5), 0.3))
+        output = model(torch.full((2, 5), 0.3, device=accelerator.device))
         output = output.clone() if not options else output  # a plain model refuses the next line
         output *= 2
         accelerator.backward(output.sum())
@@ -116,7 +116,7 @@ def test_checkpointing_turns_cache_off() -> None:
     model = net()
     for block in model.blocks:
         block.config = SimpleNamespace(use_cache=True)
-    Accelerator(cpu=True, fsdp_plugin=Plugin(activation_checkpointing=True)).prepare(model)
+    Accelerator(fsdp_plugin=Plugin(activation_checkpointing=True)).prepare(model)
     assert [block.config.use_cache for block in model.blocks] == [False, False, False]
 
 
@@ -125,8 +125,8 @@ def test_optimizer_of_old_parameters(ranks: Ranks, kind: str) -> None:
     """An optimizer made of the unsharded parameters trains the model, also if it is not prepared, or gets some of them later."""
 
     def run(kind: str, **options: Any) -> dict[str, torch.Tensor]:
-        accelerator = Accelerator(cpu=True, **options)
-        words, following = sentences(12)[:]
+        accelerator = Accelerator(**options)
+        words, following = (rows.to(accelerator.device) for rows in sentences(12)[:])
         model: Any = net(tied=False)
         head = list(model.head.parameters())
         optimizer: Any = adamw(model)
@@ -152,8 +152,8 @@ def test_prepare_after_failed_backward(ranks: Ranks) -> None:
     """A script that catches an error of the backward pass goes on with another model."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
-        words, following = sentences(4)[:]
+        accelerator = Accelerator(fsdp_plugin=Plugin())
+        words, following = (rows.to(accelerator.device) for rows in sentences(4)[:])
         model = accelerator.prepare(net())
         hidden = model.encode(words)
         hidden.register_hook(_fail)
@@ -175,7 +175,7 @@ def test_different_options(ranks: Ranks) -> None:
     def run(rank: int) -> tuple[str, str, str]:
         def refused(kind: type[Exception], model: torch.nn.Module, **options: Any) -> str:
             with pytest.raises(kind) as caught:
-                Accelerator(cpu=True, fsdp_plugin=Plugin(**options)).prepare(model)
+                Accelerator(fsdp_plugin=Plugin(**options)).prepare(model)
             return str(caught.value)
 
         return (
@@ -184,7 +184,7 @@ def test_different_options(ranks: Ranks) -> None:
             refused(ConfigError, Net(), reshard_after_forward=7),
         )
 
-    for options, shapes, number in ranks(2).run(lambda: run(Accelerator(cpu=True).process_index)):
+    for options, shapes, number in ranks(2).run(lambda: run(Accelerator().process_index)):
         assert "reshard_after_forward of the fsdp_plugin: rank 0 (False) | rank 1 (True)" in options
         assert "embed.weight: rank 0 ([11, 7] torch.float32 trained: True) | rank 1 ([11, 8]" in shapes
         assert "2 / 7 = 0.29" in number
@@ -206,12 +206,12 @@ def test_different_experts(ranks: Ranks, kind: str) -> None:
 
     def run() -> str:
         policy = "no_wrap" if kind == "leaf" else lambda module: isinstance(module, torch.nn.Sequential)
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=policy))
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=policy))
         model = Experts()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for chosen in (0, accelerator.process_index):
             optimizer.zero_grad()
-            accelerator.backward(model(torch.ones(2, 4), chosen).mean())
+            accelerator.backward(model(torch.ones(2, 4, device=accelerator.device), chosen).mean())
             try:
                 optimizer.step()
             except SlipstreamError as error:
@@ -226,7 +226,7 @@ def test_whole_weights_loaded(ranks: Ranks) -> None:
     """What `get_state_dict` returned can be loaded again, e.g. the best weights of a run."""
 
     def run() -> None:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
         model = accelerator.prepare(net())
         best = accelerator.get_state_dict(model)
         with torch.no_grad():

@@ -33,9 +33,9 @@ def stages(*names: str, releases: bool = True, keeps: bool = False) -> dict[str,
     """Train an epoch in each stage with one model and one optimizer, and return the weights; `keeps` one Accelerator for all stages."""
     model = net()
     optimizer: Any = adamw(model)
-    accelerator = Accelerator(cpu=True, **options(names[0]))
+    accelerator = Accelerator(**options(names[0]))
     for name in names:
-        accelerator = accelerator if keeps else Accelerator(cpu=True, **options(name))
+        accelerator = accelerator if keeps else Accelerator(**options(name))
         prepared, stepped, loader = accelerator.prepare(model, optimizer, batches(accelerator))
         for words, following in loader:
             accelerator.backward(loss_of(prepared(words), following))
@@ -76,7 +76,7 @@ def test_evaluation_on_one_process(ranks: Ranks) -> None:
     """After sharded training one process evaluates the whole model by itself."""
 
     def run() -> float:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
         model = net()
         prepared = accelerator.prepare(model)
         state = accelerator.get_state_dict(prepared)
@@ -100,14 +100,14 @@ def test_sharded_by_hand_without_plugin(ranks: Ranks) -> None:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         accelerator.wait_for_everyone()
-        mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         sharded = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
         with pytest.raises(ConfigError, match="fsdp_plugin"):
             accelerator.prepare(sharded)
         split = parallelize_module(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
-        for strategy in (accelerator, Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())):
+        for strategy in (accelerator, Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())):
             with pytest.raises(ConfigError, match="tensor parallelism"):
                 strategy.prepare(split)
 

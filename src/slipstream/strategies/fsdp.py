@@ -493,11 +493,14 @@ def _total_norm(gradients: Iterable[torch.Tensor], norm_type: float, device: tor
     total = torch.zeros((), dtype=dtype, device=device)
     for key, locals_ in parts.items():
         # torch internals: `_foreach_norm` is one kernel for all tensors, as clip_grad_norm_ uses it. torch 2.13; test_fsdp.py notices.
-        held = [local for local in locals_ if local.numel()]
-        norms = [norm.to(device, dtype) for norm in torch._foreach_norm(held, norm_type)] if held else []
+        held: dict[torch.device, list[torch.Tensor]] = {}
+        for local in locals_:
+            if local.numel():
+                held.setdefault(local.device, []).append(local)
+        norms = [torch.stack(torch._foreach_norm(those, norm_type)).to(device, dtype) for those in held.values()]  # one copy from each
         part = total.new_zeros(())
         if norms:
-            part = torch.stack(norms).max() if largest else (torch.stack(norms) ** norm_type).sum()
+            part = torch.cat(norms).max() if largest else (torch.cat(norms) ** norm_type).sum()
         if key is not None:
             mesh, placements = key
             for axis, placement in enumerate(placements):

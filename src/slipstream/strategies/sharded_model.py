@@ -271,13 +271,17 @@ class ShardedModel:
         for parameter in trained:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
-            present = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+            has_all = all(parameter.grad is not None for parameter in parameters)
             parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-            flat = torch.cat([present.to(parts[0]), *(part.detach().reshape(-1) for part in parts)])
+            present = parts[0].new_ones(len(parts))
+            if not has_all:
+                present = torch.tensor([float(parameter.grad is not None) for parameter in parameters]).to(present)
+            flat = torch.cat([present, *(part.detach().reshape(-1) for part in parts)])
             dist.all_reduce(flat)
-            counts, means = flat[: len(parameters)].tolist(), flat[len(parameters) :] / dist.get_world_size()
+            counts, means = flat[: len(parameters)], flat[len(parameters) :] / dist.get_world_size()
             pieces = torch.split(means, [parameter.numel() for parameter in parameters])
-            for parameter, count, piece in zip(parameters, counts, pieces, strict=True):
+            found = [1.0] * len(parameters) if has_all else counts.tolist()  # looking at them waits for the device
+            for parameter, count, piece in zip(parameters, found, pieces, strict=True):
                 if count:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)

@@ -31,7 +31,7 @@ from typing import IO, Any, TypeVar
 
 from slipstream.config.handlers import check_count
 from slipstream.config.schema import OPTIONS
-from slipstream.devices.table import named_family
+from slipstream.devices.table import CPU, named_family
 from slipstream.errors import SlipstreamError, StateError
 from slipstream.launch.store import ExitNotice
 from slipstream.testing import messages
@@ -337,7 +337,8 @@ class RankPool:
         run.collect()
         left = run.clean_up()
         outcomes = [run.outcome(rank) for rank in range(self.size)]
-        if run.lost or left:
+        failed_on_device = self.device not in (None, CPU.type) and any(outcome.failed for outcome in outcomes)
+        if run.lost or left or failed_on_device:  # work that was queued on a device may still fail, in the next run
             self._processes.complete = False
             server.request("stop", "stopped")  # now, not at the next run: a stuck rank may be using a core
         return outcomes, left
