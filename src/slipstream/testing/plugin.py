@@ -30,7 +30,7 @@ from slipstream.config.sources import environment
 from slipstream.testing import leaks
 from slipstream.testing.rank_pool import DeviceUnavailable, RankPool
 
-__all__ = ["RankPools", "no_leaks", "rank_pools", "ranks", "skip_or_fail", "standin"]
+__all__ = ["RankPools", "no_leaks", "pytest_addoption", "rank_pools", "ranks", "skip_or_fail", "standin"]
 
 
 class RankPools:
@@ -42,16 +42,19 @@ class RankPools:
     >>> pools.close()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, default: str | None = None) -> None:
+        self._default = default
         self._pools: dict[tuple[int, str | None], RankPool] = {}
         self._unavailable: dict[str | None, str] = {}
 
     def __call__(self, size: int = 2, device: str | None = None) -> RankPool:
+        device = device or self._default
         key = size, device
         if device in self._unavailable:
             skip_or_fail(self._unavailable[device])
         if key not in self._pools:
-            pool = RankPool(size, device, share=self(size) if device == "cpu" else None)
+            shared = self(size) if device == "cpu" and self._default is None else None
+            pool = RankPool(size, device, share=shared)
             if device not in (None, "cpu"):
                 self._start(pool)
             self._pools[key] = pool
@@ -82,10 +85,15 @@ def skip_or_fail(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--device`."""
+    parser.addoption("--device", default=None, help="the device family of pools of ranks for which a test names none, such as standin")
+
+
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[RankPools]:
+def rank_pools(pytestconfig: pytest.Config) -> Iterator[RankPools]:
     """The pools of this session; tests take them through `ranks`."""
-    pools = RankPools()
+    pools = RankPools(pytestconfig.getoption("--device", None))
     yield pools
     pools.close()
 
