@@ -49,6 +49,11 @@ class LateValues:
         self._event: Any = None if queue is None else queue.record_event()
 
     @property
+    def at_once(self) -> bool:
+        """Whether there is nothing to wait for later: the values are on the host, or their device has no events."""
+        return self._event is None
+
+    @property
     def passed(self) -> bool:
         """Whether the values are there. A device without events does not tell: then this is true, and reading may wait."""
         return self._event is None or bool(self._event.query())

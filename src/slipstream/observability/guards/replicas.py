@@ -115,10 +115,12 @@ class DriftGuard:
         """Sums that the device may not have computed yet."""
 
     def look(self, moment: ComparisonPoint, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Compute the sums of these parameters; they are reported when the device has them. Does not wait for it."""
+        """Compute the sums of these parameters where they are; `publish` reports those of a device later, so nobody waits for it."""
         if self._reports.wants(moment.key) and all(moment.key != earlier.key for earlier, *_ in self._coming):
-            self._coming.append((moment, [name for name, _ in named], sum_bits([parameter for _, parameter in named])))
-            self.publish()
+            sums = sum_bits([parameter for _, parameter in named])
+            self._coming.append((moment, [name for name, _ in named], sums))
+            if sums.at_once:
+                self.publish()
 
     def publish(self, *, wait: bool = False) -> None:
         """Report the sums that are there; with `wait`, all of them."""
