@@ -343,7 +343,9 @@ def _mps_bf16(_: Any) -> bool:
 
 # --- the rows, the first choice first --------------------------------------------------------------------------------------
 
-def _plugin_family(kind: str, backend: str, visible: str, device_files: str, prefixes: tuple[str, ...]) -> Family:
+def _plugin_family(
+    kind: str, backend: str, visible: str, device_files: str, prefixes: tuple[str, ...], also_visible: tuple[str, ...] = ()
+) -> Family:
     """Return the row of a family that the plugin `torch_<kind>` adds to torch."""
     return Family(
         type=kind,
@@ -352,6 +354,7 @@ def _plugin_family(kind: str, backend: str, visible: str, device_files: str, pre
         module=torch_namespace(kind, f"torch_{kind}"),
         plugin=f"torch_{kind}",
         visible=visible,
+        also_visible=also_visible,
         entries=device_file_counter(device_files),
         out_of_memory=(f"{kind.upper()} out of memory",),
         prefixes=prefixes,
@@ -400,7 +403,7 @@ FAMILIES: tuple[Family, ...] = (
         out_of_memory=("MPS backend out of memory", "Invalid buffer size: "),
         prefixes=("PYTORCH_MPS_", "PYTORCH_ENABLE_MPS_"),
     ),
-    _plugin_family("mlu", "cncl", "MLU_VISIBLE_DEVICES", "dev/cambricon_dev[0-9]*", ("MLU_", "CNCL_")),
+    _plugin_family("mlu", "cncl", "MLU_VISIBLE_DEVICES", "dev/cambricon_dev[0-9]*", ("MLU_", "CN_", "CNCL_"), ("CN_VISIBLE_DEVICES",)),
     _plugin_family("sdaa", "tccl", "SDAA_VISIBLE_DEVICES", "dev/tcaicard[0-9]*", ("SDAA_", "TCCL_")),
     _plugin_family("musa", "mccl", "MUSA_VISIBLE_DEVICES", "dev/mtgpu.[0-9]*", ("MUSA_", "MCCL_")),
     _plugin_family("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "dev/davinci[0-9]*", ("ASCEND_", "HCCL_")),
