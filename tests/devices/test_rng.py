@@ -190,11 +190,13 @@ def test_fingerprint_follows_kind(kind: str) -> None:
 
 
 def test_fingerprint_sees_device_states() -> None:
-    """A fingerprint sees device states."""
+    """A fingerprint sees the state of the device that is computed on: those of other processes' devices do not matter."""
     namespace = FakeNamespace(initialised=True)
     rows = (fake("cuda", namespace), table.CPU)
     before = fingerprint(families=rows)
     namespace.states[1] += 1
+    assert fingerprint(families=rows) == before
+    namespace.states[0] += 1
     assert fingerprint(families=rows) != before
     assert len(before) == 16
 

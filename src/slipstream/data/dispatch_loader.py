@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain, count, islice, tee
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from slipstream.data.epoch_state import LoadedPosition
@@ -45,7 +46,9 @@ from slipstream.data.stream_reader import (
     return_unchanged,
     trim_batches_to_updates,
 )
+from slipstream.devices.table import CPU
 from slipstream.distributed.gradient_state import BatchShares, LoaderPass
+from slipstream.distributed.pytree import recursively_apply
 from slipstream.distributed.scatter import scatter
 
 __all__ = ["DispatchLoader"]
@@ -130,10 +133,17 @@ class DispatchLoader(PreparedLoader):
             if got is None:  # there is nothing at all
                 return
             batch, plain, end, left, self._nominal = got
+            if source is None and self._pins:
+                batch = recursively_apply(torch.Tensor.pin_memory, batch, test_type=_is_host_tensor)
             shares = None if plain is None else BatchShares(tuple(plain[0]), tuple(plain[1]), *plain[2:])
             previous = shares = previous if shares == previous else shares
             yield batch, shares, end, left
             step += 1
+
+    @property
+    def _pins(self) -> bool:
+        """Whether the script wants batches in pinned memory, and there is a device to copy them to; torch does it where it reads."""
+        return self.original.pin_memory and self._move is not None
 
     def _parts(self, epoch: int, start: int) -> Iterator[list[Any]]:
         """On rank 0, yield what is dealt out, one part for each rank."""
@@ -160,6 +170,10 @@ class DispatchLoader(PreparedLoader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._source = self._make_source()
+
+
+def _is_host_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == CPU.type and leaf.layout is torch.strided
 
 
 # -- what rank 0 reads ------------------------------------------------------------------------------------------------

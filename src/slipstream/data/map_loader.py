@@ -36,7 +36,7 @@ from slipstream.data.plan import (
     count_samples,
     trim_order_to_updates,
 )
-from slipstream.data.random_state import SeededDataset, WorkerInit, derive_seed
+from slipstream.data.random_state import SeededDataset, WorkerInit, derive_seed, seed_loader
 from slipstream.data.sampler_state import SamplerOrder
 from slipstream.distributed.gradient_state import BatchShares, LoaderPass
 from slipstream.distributed.scatter import agree_or_raise
@@ -136,7 +136,7 @@ class DataLoaderCopy:
             self.busy = False
 
     def _begin(self, loader: DataLoader[Any], positions: Iterator[Any], seed: int) -> Iterator[Any]:
-        loader.generator.manual_seed(seed)
+        seed_loader(loader, seed)
         feed = self.feed
         feed.pending, feed.asked = positions, False
         iterator = iter(loader)

@@ -59,7 +59,7 @@ def draw_order(
         return _record_list(list(sampler), record)
     if kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         count = len(sampler.data_source)
-        return SampleOrder(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
+        return SampleOrder(torch.randperm(count, generator=_torch_generator(generator_seed), device="cpu").numpy())
     holders = [holder for holder in list_samplers(sampler) if _has_generator(holder)]
     if known_length(sampler) is None:
         return _begin_order(sampler, _GeneratorScope(holders, generator_seed, process_too=True), block, record, begun, stop)
@@ -204,7 +204,8 @@ def _generator_like(theirs: Any, seed: int) -> Any:
         return numpy.random.default_rng(seed)
     if isinstance(theirs, random.Random):
         return random.Random(seed)
-    return _torch_generator(seed, None if theirs is None else theirs.device)
+    # A sampler without one draws on the device that `torch.set_default_device` names.
+    return _torch_generator(seed, torch.get_default_device() if theirs is None else theirs.device)
 
 
 def _has_generator(sampler: Any) -> bool:

@@ -24,7 +24,7 @@ from slipstream.errors import ConfigError
 
 __all__ = [
     "RandomStateScope", "RandomStates", "SeededDataset", "WorkerInit", "check_generator_state", "decode_random_states", "derive_seed",
-    "digest_random_states", "encode_random_states", "generator_state", "is_generator", "reseed", "set_generator_state",
+    "digest_random_states", "encode_random_states", "generator_state", "is_generator", "reseed", "seed_loader", "set_generator_state",
 ]
 
 
@@ -97,6 +97,14 @@ def _numpy_state(generator: Any) -> tuple[int, bytes]:
     """Return what is equal as long as nothing was drawn."""
     state = generator.state["state"]
     return int(state["pos"]), state["key"].tobytes()
+
+
+def seed_loader(loader: Any, seed: int) -> None:
+    """Seed the generator of a `DataLoader` of ours. torch draws from it on the default device, so it has to be of that device."""
+    device = torch.get_default_device()
+    if loader.generator.device.type != device.type:
+        loader.generator = torch.Generator(device)
+    loader.generator.manual_seed(seed)
 
 
 def encode_random_states(captured: RandomStates) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from slipstream.data.plan import (
     mark_last,
     slice_for_ranks,
 )
-from slipstream.data.random_state import WorkerInit, derive_seed, reseed
+from slipstream.data.random_state import WorkerInit, derive_seed, reseed, seed_loader
 from slipstream.data.stream_dataset import (
     ItemReader,
     RecentPositions,
@@ -235,7 +235,11 @@ class StreamBatchReader:
         """Yield what is read in this process, in pinned memory if the script's loader asks for that."""
         if not self.original.pin_memory:
             return messages
-        return iter(DataLoader(_IteratorDataset(messages), batch_size=None, collate_fn=return_unchanged, pin_memory=True))
+        loader = DataLoader(
+            _IteratorDataset(messages), batch_size=None, collate_fn=return_unchanged, pin_memory=True, generator=torch.Generator()
+        )
+        seed_loader(loader, 0)  # nothing uses it, but without one torch draws from the random state of the script
+        return iter(loader)
 
     def in_workers(self, read: StreamRead, start: int, workers: Sequence[WorkerPosition] | None) -> Iterator[GlobalBatch]:
         """Yield what workers read; one message is taken ahead, as the workers do not know of each other's ends.
@@ -251,15 +255,14 @@ class StreamBatchReader:
         else:
             reading = _WorkerDataset(read, workers)
             if persistent:
-                reading.seed = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+                reading.seed = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
             loader = self._loader(reading, persistent)
             self._kept = (reading, loader) if persistent else self._kept
         if isinstance(reading.seed, torch.Tensor):
             reading.seed.fill_(read.seed)
         else:
             reading.seed = read.seed
-        assert loader.generator is not None
-        loader.generator.manual_seed(derive_seed(read.seed, "workers"))
+        seed_loader(loader, derive_seed(read.seed, "workers"))
         messages = self._occupied(loader) if loader.persistent_workers else iter(loader)
         return _drop_first(_mark_last(GlobalBatch(*message) for message in messages), dropped)
 

@@ -3,13 +3,15 @@
 Tensors and arrays travel as raw bytes and arrive in memory of torch's own allocator: aligned to 64 bytes, in a storage of their own,
 resizable. Plain Python data (text, numbers, bytes, containers, arrays, tensors) is written as JSON plus one area of raw bytes, without
 pickle; decoding it runs no code. Only objects of other classes are pickled, where the bytes of another process of the same job are
-trusted as `torch.distributed` trusts them; `plain_only=True` refuses them. `is_entries` says which lists are joined entry by entry rather
-than treated as structure.
+trusted as `torch.distributed` trusts them; `plain_only=True` refuses them. Tensors in device memory travel through host memory, also
+those inside such objects, and stay there unless `decode` is asked to put them on a device of this process. `is_entries` says which lists
+are joined entry by entry rather than treated as structure.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import math
 import pickle  # noqa: TID251 - only for objects of foreign classes, see above
@@ -95,8 +97,11 @@ def encode(value: Any, *, plain_only: bool = False) -> bytes:
     return b"".join([b"T", len(text).to_bytes(8, "little"), text, *raw])
 
 
-def decode(data: Any) -> Any:
-    """Return the value that was encoded, from bytes or an array of them. Raises ValueError for bytes that `encode` did not write."""
+def decode(data: Any, *, place: bool = False) -> Any:
+    """Return the value that was encoded, from bytes or an array of them. Raises ValueError for bytes that `encode` did not write.
+
+    Tensors are in host memory; with `place`, those that were in the memory of a device are on this process's current device of that type.
+    """
     view = memoryview(data)
     kind = bytes(view[:1])
     if kind == b"J":
@@ -104,7 +109,7 @@ def decode(data: Any) -> Any:
     if kind != b"T":
         raise ValueError(f"these bytes begin with {kind!r}: not written by this codec")
     end = 9 + int.from_bytes(view[1:9], "little")
-    return _Decoder(view[end:]).restore(json.loads(bytes(view[9:end]).decode()))
+    return _Decoder(view[end:], place).restore(json.loads(bytes(view[9:end]).decode()))
 
 
 def _is_json(value: Any) -> bool:
@@ -169,16 +174,59 @@ class _Encoder:
             raise TypeError(
                 f"a {kind.__module__}.{kind.__qualname__} is not plain data: pass text, numbers, bytes, arrays or containers of them"
             )
-        return {_TAG: "foreign", "at": self._store(pickle.dumps(value))}
+        return {_TAG: "foreign", "at": self._store(_pickle(value))}
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
         data = self._store(PackedTensor(value.cpu()).bytes().tobytes())
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "at": data}
+        node = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "at": data}
+        return node if value.device.type == _CPU else {**node, "on": value.device.type}
+
+
+def _pickle(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors in device memory as tensors of the host: torch's own way leads to the number of the device that the sender used."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []
+        """What has a number, so that no other object gets its identity."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type == _CPU or not is_plain_tensor(value):
+            return None
+        known = self._numbers.get(id(value))
+        if known is not None:
+            return known, None
+        number = self._numbers[id(value)] = len(self._numbers)
+        self._kept.append(value)
+        return number, (value.detach().cpu(), value.device.type, type(value) is torch.nn.Parameter, value.requires_grad)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: memoryview, place: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self._place = place
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        number, held = pid
+        if held is not None:
+            tensor, kind, is_parameter, requires_grad = held
+            tensor = tensor.to(kind) if self._place else tensor
+            self._tensors[number] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+        return self._tensors[number]
 
 
 class _Decoder:
-    def __init__(self, raw: memoryview) -> None:
+    def __init__(self, raw: memoryview, place: bool) -> None:
         self._raw = raw
+        self._place = place
 
     def _bytes(self, place: list[int]) -> memoryview:
         start, length = place
@@ -205,6 +253,8 @@ class _Decoder:
         make = {"array": self._make_array, "tensor": self._make_tensor}.get(kind)
         if make is not None:
             return make(value)
+        if kind == "foreign":
+            return _Unpickler(self._bytes(value["at"]), self._place).load()
         from_bytes = _FROM_BYTES.get(kind)
         if from_bytes is None:
             raise ValueError(f"{kind!r} is not a kind of value that this codec writes")
@@ -224,11 +274,12 @@ class _Decoder:
         data, shape = self._bytes(node["at"]), node["shape"]
         if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
             raise ValueError(f"{len(data)} bytes are not a tensor of {dtype} with shape {shape}")
-        return tensor_from_chunks([data], dtype, shape)
+        tensor = tensor_from_chunks([data], dtype, shape)
+        return tensor.to(node["on"]) if self._place and "on" in node else tensor
 
 
 _CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_FROM_BYTES: dict[str, Callable[[memoryview], Any]] = {"bytes": bytes, "bytearray": bytearray, "foreign": pickle.loads}
+_FROM_BYTES: dict[str, Callable[[memoryview], Any]] = {"bytes": bytes, "bytearray": bytearray}
 
 
 def is_tensor_leaf(value: object) -> bool:

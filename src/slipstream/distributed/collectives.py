@@ -88,6 +88,7 @@ def gather_objects(
 ) -> list[Any] | None:
     """Return the values of all ranks as a list, in rank order; `flat` joins them, as they are lists; with `dst`, only there.
 
+    Tensors travel through host memory, and arrive on this process's current device of the type that they were on.
     `reason` says why this rank calls it, for the table of waiting ranks; it may differ between ranks.
     """
     kind = "a list" if flat else "one object"
@@ -102,7 +103,7 @@ def gather_objects(
         bodies = guarded.exchange(body, receiver=dst)
         if dst not in (None, channel.rank):
             return None
-        totals, values = zip(*map(codec.decode, bodies), strict=True)
+        totals, values = zip(*(codec.decode(data, place=True) for data in bodies), strict=True)
     if not flat:
         kept = _kept_ranks(arrange, totals)
         return list(values) if kept is None else [values[rank] for rank in kept]
@@ -215,7 +216,7 @@ class _GatheredLeaves:
             self.totals.append((total, batch_total))
             encoded = reader.take(length)
             self.rows.append(tuple(rows))
-            self.objects.append(codec.decode(encoded) if has_objects else [])
+            self.objects.append(codec.decode(encoded, place=True) if has_objects else [])
             for pack, count, chunks in zip(tensors, rows, host, strict=True):
                 if pack.on_host:
                     chunks.append(reader.take(count * pack.row_bytes))
@@ -227,11 +228,16 @@ class _GatheredLeaves:
         self._gather_device(guarded, tensors)
 
     def _gather_device(self, guarded: GuardedCall, tensors: list[PackedTensor]) -> None:
-        """Gather tensors in device memory over the device's own backend, as one flat payload padded to the longest."""
+        """Gather tensors in device memory over the device's own backend, as one flat payload padded to the longest.
+
+        A process may hold tensors on several devices; each result is on the device of its leaf.
+        """
         remote = [(index, pack) for index, pack in enumerate(tensors) if not pack.on_host]
-        if not remote:
+        longest = max((sum(align(rows[index] * pack.row_bytes) for index, pack in remote) for rows in self.rows), default=0)
+        if not longest:
+            for index, pack in remote:
+                self.tensors[index] = pack.as_rows(pack.tensor.new_empty(0, dtype=torch.uint8), sum(rows[index] for rows in self.rows))
             return
-        longest = max(sum(align(rows[index] * pack.row_bytes) for index, pack in remote) for rows in self.rows)
         flat = torch.zeros(longest, dtype=torch.uint8, device=remote[0][1].tensor.device)
         own = BodyReader(flat)
         for _, pack in remote:
@@ -240,7 +246,7 @@ class _GatheredLeaves:
         for index, pack in remote:
             counts = [rows[index] for rows in self.rows]
             chunks = [reader.take(count * pack.row_bytes) for reader, count in zip(readers, counts, strict=True)]
-            self.tensors[index] = pack.as_rows(torch.cat(chunks), sum(counts))
+            self.tensors[index] = pack.as_rows(torch.cat(chunks), sum(counts)).to(pack.tensor.device)
 
     def finish(self, leaves: list[Any], packed: list[PackedTensor | None], arrange: ResultOrder | None) -> list[Any]:
         results: list[Any] = []
@@ -273,10 +279,18 @@ class _GatheredLeaves:
 
 def _finish_leaf(leaf: Any, pack: PackedTensor | None, result: Any, order: list[int] | None) -> Any:
     if pack is not None:
-        return pack.finish(result if order is None else result[torch.tensor(order, dtype=torch.long, device=result.device)])
+        return pack.finish(result if order is None else _select_rows(result, order))
     if order is not None:
         result = [result[position] for position in order]
     return tuple(result) if isinstance(leaf, tuple) else result
+
+
+def _select_rows(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return some rows in an order. Consecutive ones need no list of indices, for which a device would make the host wait."""
+    start = order[0] if order else 0
+    if order == list(range(start, start + len(order))):
+        return tensor[start : start + len(order)].clone()
+    return tensor[torch.tensor(order, dtype=torch.long, device=tensor.device)]
 
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
@@ -421,7 +435,7 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
     text = pytree.describe_structure(data, lambda leaf: describe_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_entries)
     with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
         reader = BodyReader(guarded.exchange(body, sender=from_process)[from_process])
-        objects = iter(codec.decode(reader.take(int.from_bytes(reader.take(8), "little"))))
+        objects = iter(codec.decode(reader.take(int.from_bytes(reader.take(8), "little")), place=True))
         results = []
         for leaf, pack in zip(leaves, packed, strict=True):
             if pack is None:
@@ -429,10 +443,28 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
             elif pack.on_host:
                 results.append(pack.finish(_take_rows(reader, pack).reshape(pack.shape).clone()))
             else:
-                value = pack.tensor.clone()
-                guarded.broadcast(value, from_process)
-                results.append(value.reshape(pack.shape))
+                results.append(pack)
+        on_device = iter(_broadcast_device(guarded, [pack for pack in results if isinstance(pack, PackedTensor)], from_process))
+    results = [next(on_device) if isinstance(result, PackedTensor) else result for result in results]
     return pytree.unflatten(data, results, is_entries)
+
+
+def _broadcast_device(guarded: GuardedCall, packed: list[PackedTensor], sender: int) -> list[torch.Tensor]:
+    """Broadcast tensors in device memory over the device's own backend, as one flat payload; each result is on the device of its leaf."""
+    sizes = [pack.rows * pack.row_bytes for pack in packed]
+    total = sum(map(align, sizes))
+    if not total:
+        return [pack.tensor.clone() for pack in packed]
+    flat = torch.zeros(total, dtype=torch.uint8, device=packed[0].tensor.device)
+    own = BodyReader(flat)
+    for pack, size in zip(packed, sizes, strict=True):
+        own.take(size).copy_(pack.tensor.view(-1).view(torch.uint8))
+    guarded.broadcast(flat, sender)
+    received = BodyReader(flat)
+    return [
+        pack.as_rows(received.take(size).to(pack.tensor.device, copy=True), pack.rows).reshape(pack.shape)
+        for pack, size in zip(packed, sizes, strict=True)
+    ]
 
 
 def _fill_broadcast_body(body: Body, leaves: list[Any], packed: list[PackedTensor | None]) -> None:
@@ -447,7 +479,7 @@ def _fill_broadcast_body(body: Body, leaves: list[Any], packed: list[PackedTenso
 def broadcast_objects(
     channel: Channel, limits: Limits, values: list[Any], from_process: int = 0, *, operation: str = "broadcast_object_list"
 ) -> list[Any]:
-    """Return the list of one rank; all ranks pass a list of the same length."""
+    """Return the list of one rank; all ranks pass a list of the same length. Tensors arrive as those of `gather_objects` do."""
     name = f"{operation} from rank {from_process}"
     body = Body()
     with _announce_failures(channel, limits, name):
@@ -456,7 +488,7 @@ def broadcast_objects(
             body.add_bytes(codec.encode(list(values)))
     text = f"a list of {len(values)} objects"
     with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
-        received: list[Any] = codec.decode(guarded.exchange(body, sender=from_process)[from_process])
+        received: list[Any] = codec.decode(guarded.exchange(body, sender=from_process)[from_process], place=True)
     return received
 
 
@@ -607,7 +639,7 @@ def _value_digest(value: Any) -> str:
 def _canonical(value: Any) -> Any:
     """Return the same for equal values, in whatever order their dicts and sets were filled."""
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        return value.detach().cpu()
     kind = type(value).__qualname__
     if isinstance(value, (set, frozenset)):
         return kind, sorted(codec.encode(_canonical(item)) for item in value)

@@ -82,9 +82,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a tensor that one process has, on all of them; the others pass None."""
+    """Return a tensor that one process has, on the device of every process; the others pass None."""
     received: torch.Tensor = _call(collectives.broadcast_from_owner, tensor)
-    return received
+    return received.to(PartialState().device)
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Size:

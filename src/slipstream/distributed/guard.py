@@ -467,11 +467,17 @@ def _collective_counter(group: Any) -> Callable[[], int]:
     """Return a function that counts the collectives a group has begun; for a group without a counter, it counts its own calls."""
     # torch internals: the sequence number of a group, with which a section knows whether torch's collectives have begun in it. Tried on
     # torch 2.13; tests/distributed/test_watchdog.py notices. It can go when torch tells which collective a rank waits in.
-    try:
-        group._get_sequence_number_for_group()
-    except RuntimeError:
-        return count().__next__
-    return group._get_sequence_number_for_group  # type: ignore[no-any-return]
+    # A group of several backends answers for one of them, or for none if that is not torch's own: so each backend is asked.
+    counters = []
+    for backend in {id(backend): backend for backend in map(group._get_backend, group._device_types)}.values():
+        try:
+            backend._get_sequence_number_for_group()
+        except RuntimeError:  # it does not count
+            continue
+        counters.append(backend._get_sequence_number_for_group)
+    if len(counters) == 1:
+        return counters[0]  # type: ignore[no-any-return]
+    return (lambda: sum(counter() for counter in counters)) if counters else count().__next__
 
 
 def _root_options(options: Callable[[], Any], rank: int) -> Any:

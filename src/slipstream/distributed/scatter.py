@@ -37,7 +37,8 @@ def scatter(
 ) -> Any:
     """Return this rank's part of what the sender has: `parts` is one for each rank there, or an exception, and is ignored elsewhere.
 
-    The sender gets its own part as it is. With an exception the sender raises it, and every other rank an error that quotes it.
+    The sender gets its own part as it is. Tensors of the other parts arrive on their rank's current device of the type that they were on.
+    With an exception the sender raises it, and every other rank an error that quotes it.
 
     >>> scatter(Channel(), Limits(), [{"ids": [1, 2]}])
     {'ids': [1, 2]}
@@ -145,7 +146,7 @@ def _add_part(body: Body, part: Any) -> int:
     raw: list[PackedTensor] = []
     others: list[Any] = []
     structure = _split_leaves(part, raw, others)
-    kinds = [[str(pack.dtype)[6:], list(pack.shape), pack.is_array] for pack in raw]
+    kinds = [[str(pack.dtype)[6:], list(pack.shape), pack.is_array, pack.tensor.device.type] for pack in raw]
     description = codec.encode([structure, kinds, others])
     start = body.add_bytes(len(description).to_bytes(8, "little"))
     body.add_bytes(description)
@@ -183,10 +184,10 @@ def _receive_part(data: Any, channel: Channel, operation: str, sender: int) -> A
     start = data[16 : 16 + 8 * channel.world_size].view(numpy.int64)[channel.rank]
     reader = BodyReader(data[start:])
     length = int.from_bytes(reader.take(8), "little")
-    structure, kinds, others = codec.decode(reader.take(length))
+    structure, kinds, others = codec.decode(reader.take(length), place=True)
     raw: list[Any] = []
-    for name, shape, is_array in kinds:
+    for name, shape, is_array, device in kinds:
         dtype = getattr(torch, name)
         tensor = tensor_from_chunks([reader.take(math.prod(shape) * dtype.itemsize)], dtype, shape)
-        raw.append(tensor.numpy() if is_array else tensor)
+        raw.append(tensor.numpy() if is_array else tensor.to(device))
     return pytree.map_leaves(lambda number: raw[number - 1] if number > 0 else others[-number - 1], structure)

@@ -258,7 +258,7 @@ class GlooConnections:
                 if os.fstat(connection.fileno()).st_ino == known.inode:
                     connection.shutdown(socket.SHUT_RDWR)
         self.abort_backend()
-        return len(self._connections) == self._world_size - 1
+        return len(self._connections) >= self._world_size - 1  # more, where the backend of a device has connections of its own
 
     def _confirm(self, found: list[_Connection]) -> list[_Connection]:
         """Return those that another rank has recorded as well: other threads may have connected something at the same time."""
