@@ -243,7 +243,7 @@ class ShardedModel:
                 local = waiting[0] if len(waiting) == 1 else waiting[0] + waiting[1]
                 averages = [Partial("avg")] * parameter.device_mesh.ndim
                 reduced = DTensor.from_local(local.to(parameter.dtype), parameter.device_mesh, averages, run_check=False)
-                reduced = reduced.redistribute(placements=parameter.placements)
+                reduced = reduced.redistribute(placements=parameter.placements).to(parameter.device)  # which may be the host's
                 parameter.grad = reduced if parameter.grad is None else parameter.grad + reduced
                 sharded.unsharded_accumulated_grad = None
                 if unsharded is not None:
