@@ -101,6 +101,7 @@ def test_default_path_is_launchers(tmp_path: Path) -> None:
         (["num_processes"], "has no = in it"),
         (["cpu=1", "gpu_ids=0,1"], "gpu_ids=0,1 (from --set) contradicts cpu=true (from --set)"),
         (["cpu=1", "cpu=0"], "is given twice"),
+        (["device=gpu"], "device=gpu (from --set): there is no such device family"),
         (["quiet=1"], "belongs to one command line"),
         (["zero_stage=2"], "not available in this version"),
     ],

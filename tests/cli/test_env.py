@@ -84,3 +84,13 @@ def test_deep_asks_torch() -> None:
     found = json.loads(result.output)["torch"]
     assert "gloo" in found["backends"]
     assert "device cpu" in found
+
+
+def test_named_device_shown() -> None:
+    """The device that an option names is reported with its origin, and what is wrong with it."""
+    shown = report({"SLIPSTREAM_DEVICE": "standin", "STANDIN_VISIBLE_DEVICES": "1"})
+    assert (shown["devices"]["type"], shown["devices"]["accelerators"]) == ("standin", 1)
+    assert shown["devices"]["chosen by"] == "device=standin (from SLIPSTREAM_DEVICE)"
+    assert shown["environment"]["STANDIN_VISIBLE_DEVICES"] == "1"
+    assert "torch_npu is not installed" in report({"SLIPSTREAM_DEVICE": "npu"})["devices"]["cannot be used"]
+    assert "no such device family" in report({"SLIPSTREAM_DEVICE": "gpu"})["devices"]["error"]

@@ -18,6 +18,11 @@ from slipstream.config.resolved_config import device_ids
         ({"cpu": True, "gpu_ids": "0,1"}, {}, ["gpu_ids=0,1 (from --gpu_ids)", "cpu=true (from --cpu)"]),
         ({"num_processes": 4, "gpu_ids": "0,1"}, {}, ["num_processes=4 (from --num_processes)", "gpu_ids=0,1 (from --gpu_ids)"]),
         ({"multi_gpu": True, "cpu": True}, {}, ["multi_gpu=true (from --multi_gpu)", "cpu=true (from --cpu)"]),
+        ({"cpu": True, "device": "xpu"}, {}, ["cpu=true (from --cpu)", "device=xpu (from --device)"]),
+        ({"cpu": False, "device": "cpu"}, {}, ["cpu=false (from --cpu)", "device=cpu (from --device)"]),
+        ({}, {"SLIPSTREAM_CPU": "1", "SLIPSTREAM_DEVICE": "xpu"}, ["from SLIPSTREAM_CPU", "device=xpu (from SLIPSTREAM_DEVICE)"]),
+        ({"device": "cpu", "gpu_ids": "0,1"}, {}, ["gpu_ids=0,1 (from --gpu_ids)", "device=cpu (from --device)"]),
+        ({"multi_gpu": True, "device": "cpu"}, {}, ["multi_gpu=true (from --multi_gpu)", "device=cpu (from --device)"]),
         ({"multi_gpu": True, "num_processes": 1}, {}, ["multi_gpu=true (from --multi_gpu)", "num_processes=1 (from --num_processes)"]),
         ({"module": True, "no_python": True}, {}, ["--module", "--no_python"]),
         ({"num_machines": 2, "main_process_port": 0}, {}, ["main_process_port=0 (from", "num_machines=2 (from"]),
@@ -36,6 +41,9 @@ def test_contradiction_names_both_sides(flags: dict[str, object], environ: dict[
     [
         {"cpu": True, "num_processes": 2},
         {"cpu": True, "gpu_ids": "all"},
+        {"cpu": True, "device": "cpu"},
+        {"cpu": False, "device": "xpu"},
+        {"device": "xpu", "gpu_ids": "0,1"},
         {"num_processes": 2, "gpu_ids": "0,1"},
         {"num_processes": 4, "num_machines": 2, "gpu_ids": "0,1"},
         {"num_machines": 2, "machine_rank": 1},
@@ -103,3 +111,36 @@ def test_machines_need_meeting_point(flags: dict[str, object], fine: bool) -> No
 def test_device_ids() -> None:
     """Device ids."""
     assert (device_ids("3, 1"), device_ids("ALL"), device_ids(None)) == (["3", "1"], None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "family"),
+    [
+        ({"device": "XPU"}, {}, "xpu"),
+        ({"device": "cpu"}, {}, "cpu"),
+        ({"cpu": True}, {}, "cpu"),
+        ({"cpu": True}, {"SLIPSTREAM_DEVICE": "xpu"}, "cpu"),
+        ({"device": "xpu"}, {"SLIPSTREAM_CPU": "1"}, "xpu"),
+        ({}, {}, None),
+    ],
+)
+def test_stronger_source_names_the_device(flags: dict[str, object], environ: dict[str, str], family: str | None) -> None:
+    """Of `cpu` and `device` from different sources, the stronger source counts, in the launcher and in the workers."""
+    config = resolve(flags=flags, environ=environ)
+    assert config.device.family == family
+    assert for_worker(environ={**environ, resolved_config.VARIABLE: resolved_config.dump(config)}).device.family == family
+
+
+def test_call_chooses_the_device() -> None:
+    """An argument of the call is stronger than the launcher's flag."""
+    sent = {resolved_config.VARIABLE: resolved_config.dump(resolve(flags={"device": "xpu"}, environ={}))}
+    assert for_worker({"cpu": True}, environ=sent).device.family == "cpu"
+    assert for_worker({"device": "mps"}, environ=sent).device.family == "mps"
+
+
+@pytest.mark.parametrize("text", ["xpu:0", "two words", "0", "-"])
+def test_device_is_one_word(text: str) -> None:
+    """What cannot name a family is refused, and a number is explained."""
+    with pytest.raises(ConfigError, match=r"device=.* \(from --device\) is not the name of a device family") as caught:
+        resolve(flags={"device": text}, environ={})
+    assert ("gpu_ids says which devices" in str(caught.value)) is (":" in text)

@@ -209,3 +209,37 @@ def test_too_many_processes_refused():
     """A number of processes that would take all memory is refused."""
     assert "num_processes=3000 (from --num_processes) is 3000 on this machine, which has 8 cores" in refusal(cpu=True, num_processes=3000)
     assert plan_of(cpu=True, num_processes=512).local_processes == 512
+
+
+FOUR = MachineSpec(cores=8, accelerators=VisibleAccelerators(4, "VISIBLE", total=4, total_variable="DEVICES", plugin="made.up"))
+
+
+def test_device_of_the_plan():
+    """A family that has to be enabled is named in the plan, and not for the CPU; the plan shows the device."""
+    plan = plan_of(machine=FOUR, device="xpu", num_processes=2)
+    assert (plan.plugin, plan.start_method) == ("made.up", "fork")
+    assert "device      xpu\n" in describe_plan(plan, resolve(flags={"device": "xpu"}, environ={}))
+    assert plan_of(machine=FOUR, device="cpu", num_processes=9).plugin is None
+    assert plan_of(machine=FOUR, device="xpu", gpu_ids="0,2").environment["VISIBLE"] == "0,2"
+    assert plan_of(machine=FOUR, device="xpu", gpu_ids="0,2").local_processes == 2
+
+
+def test_more_processes_than_devices():
+    """More processes than devices is refused with the arithmetic, and what to write."""
+    said = refusal(machine=FOUR, device="xpu", num_processes=6)
+    assert "num_processes=6 (from --num_processes) means 6 on this machine" in said
+    assert "device=xpu (from --device) has 4 devices: 6 - 4 = 2 without one" in said
+    assert said.endswith("write --num_processes 4, or set DEVICES=6 for more devices.")
+
+
+def test_more_processes_than_visible_devices():
+    """Devices that a variable hides are counted as hidden."""
+    two = MachineSpec(cores=8, accelerators=VisibleAccelerators(2, "VISIBLE", total=4, total_variable="DEVICES"))
+    said = refusal(machine=two, device="xpu", num_processes=3)
+    assert "has 2 devices of 4, which VISIBLE allows: 3 - 2 = 1 without one" in said
+    assert said.endswith("write --num_processes 2, or unset VISIBLE.")
+
+
+def test_device_numbers_that_are_not_there():
+    """A number beyond the devices is refused."""
+    assert "names 7, but device=xpu (from --device) has 4 devices, 0 to 3" in refusal(machine=FOUR, device="xpu", gpu_ids="0,7")

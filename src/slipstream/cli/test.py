@@ -1,8 +1,8 @@
 """`slipstream test [options of launch]`: run a small job that checks whether processes can work together here.
 
-Runs `slipstream.testing.selfcheck` through `slipstream launch` with the options and configuration of an ordinary job, and prints the
-result. Exit code 0: every check passed; 1: a check or the job failed; 2: options that cannot be used. With several machines, run it on
-each; machine 0 prints the result.
+Runs `slipstream.testing.selfcheck` through `slipstream launch` with the options and configuration of an ordinary job, on the device that
+they choose, and prints the result; its last line can be pasted into an issue. Exit code 0: every check passed; 1: a check or the job
+failed; 2: options that cannot be used. With several machines, run it on each; machine 0 prints the result.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slipstream.cli.launch import command as launch_command
 from slipstream.config import Config, resolve
 from slipstream.errors import ConfigError
 from slipstream.launch.worker_processes import die_with_parent
+from slipstream.observability.run_dir.environment import software_line
 
 __all__ = ["command"]
 
@@ -65,7 +66,7 @@ def _run(command_line: Sequence[str], *, stdout: int | None) -> int:
     short_help="Check that processes here can work together, and train.",
     context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
     options_metavar="[OPTIONS OF LAUNCH]",
-    epilog="`slipstream launch --help` lists the options of launch, such as --cpu, --num_processes and --config_file.",
+    epilog="`slipstream launch --help` lists the options of launch, such as --cpu, --device, --num_processes and --config_file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON; what the job prints goes to stderr.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
@@ -80,13 +81,14 @@ def command(as_json: bool, arguments: tuple[str, ...]) -> None:
         code = _run(_command_line(arguments, config, report), stdout=sys.stderr.fileno() if as_json else None)
         outcome = json.loads(report.read_text()) if report.exists() else None
     if as_json:
-        click.echo(json.dumps(outcome or {"verdict": _without_report(code), "checks": []}, indent=2))
+        click.echo(json.dumps(outcome or {"verdict": _without_report(code, config), "checks": []}, indent=2))
     elif outcome is None and not config.command.show:
-        click.echo(_without_report(code), err=code != 0)
+        click.echo(_without_report(code, config), err=code != 0)
     click.get_current_context().exit(code if code in (0, 1, 2) else 1)
 
 
-def _without_report(code: int) -> str:
+def _without_report(code: int, config: Config) -> str:
     if code == 0:
         return "This machine did its part; machine 0 has the outcome."
-    return f"The check did not come to an end: the job failed with exit code {code}."
+    where = f"{config.device.family or 'the device of this machine'}, {software_line()}"
+    return f"The check did not come to an end: the job failed with exit code {code}.\ndid not work (no outcome) on {where}"

@@ -3,8 +3,9 @@
     slipstream test --cpu --num_processes 2                                     this machine or cluster, as a command
     slipstream launch --num_processes 2 -m slipstream.testing.selfcheck         the same as an ordinary job
 
-Every process runs every check; the main process prints the results of all, and `--report` also writes them as JSON. Exit code 1 if a
-check failed anywhere. It needs nothing but torch and leaves nothing behind.
+Every process runs every check, on the device that the options choose; the main process prints the results of all and a last line for a
+bug report, and `--report` also writes them as JSON. Exit code 1 if a check failed anywhere. It needs nothing but torch and leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 from slipstream.devices.table import family_of
 from slipstream.distributed.state import PartialState
 from slipstream.errors import DistributedOperationException
+from slipstream.observability.run_dir.environment import device_name, software_line
 
 __all__ = ["CHECKS", "SelfCheckResult", "main", "run"]
 
@@ -228,7 +230,14 @@ def _report(state: PartialState, outcomes: Sequence[SelfCheckResult], hosts: Seq
         "device": state.device.type,
         "backend": state.backend,
         "checks": [asdict(outcome) for outcome in outcomes],
+        "summary": _summary(state, [outcome.name for outcome in outcomes if outcome.failed]),
     }
+
+
+def _summary(state: PartialState, failed: Sequence[str]) -> str:
+    """Return one line to paste into an issue: what worked where, or which checks did not."""
+    where = f"{state.num_processes} x {state.device.type} ({device_name(state.device)}), {software_line()}"
+    return f"did not work ({', '.join(failed)}) on {where}" if failed else f"worked on {where}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -243,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = _report(state, outcomes, hosts)
         through = f" through {state.backend}" if state.use_distributed else ""
         print(f"processes: {state.num_processes}, machines: {', '.join(report['hosts'])}, device: {state.device.type}{through}")
-        print(f"{_as_text(outcomes)}\n{report['verdict']}", flush=True)
+        print(f"{_as_text(outcomes)}\n{report['verdict']}\n{report['summary']}", flush=True)
         if options.report:
             Path(options.report).write_text(json.dumps(report))
     state.destroy_process_group()

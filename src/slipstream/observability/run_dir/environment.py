@@ -19,10 +19,10 @@ from slipstream.config.resolved_config import VARIABLE
 from slipstream.devices.count import count_without_torch
 from slipstream.devices.memory import available_cores, available_memory, convert_bytes, host_memory
 from slipstream.devices.packages import version_of
-from slipstream.devices.table import FAMILIES
+from slipstream.devices.table import FAMILIES, family_of
 from slipstream.errors import ConfigError, SlipstreamError
 
-__all__ = ["environment_report"]
+__all__ = ["device_name", "environment_report", "software_line"]
 
 _DISTRIBUTIONS: Final = ("slipstream", "torch", "numpy", "safetensors", "psutil", "accelerate", "transformers", "deepspeed")
 _PREFIXES: Final = (
@@ -114,6 +114,23 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
 
 
+def device_name(device: Any) -> str:
+    """Return what the family of a device calls it; the machine where devices have no names.
+
+    >>> device_name("cpu") == platform.machine()
+    True
+    """
+    family = family_of(device)
+    if not family.indexed:
+        return platform.machine()
+    return str(family.ask("get_device_name", device=getattr(device, "index", None), default=family.type))
+
+
+def software_line() -> str:
+    """Return the versions that matter for a bug report, on one line: "torch 2.13.0, Linux, slipstream 0.1.0"."""
+    return f"torch {version_of('torch')}, {platform.system()}, slipstream {version_of('slipstream')}"
+
+
 def _torch(environ: Mapping[str, str], config_file: str | None) -> _Section:
     import torch
     import torch.distributed as distributed
@@ -130,8 +147,7 @@ def _torch(environ: Mapping[str, str], config_file: str | None) -> _Section:
     for rank in range(family.count()):
         device = device_for(family, rank)
         free = available_memory(device)
-        name = family.ask("get_device_name", device=device.index, default=family.type) if family.indexed else platform.machine()
-        devices[f"device {device}"] = f"{name}, {'unknown' if free is None else convert_bytes(free)} free"
+        devices[f"device {device}"] = f"{device_name(device)}, {'unknown' if free is None else convert_bytes(free)} free"
     return {
         "version": torch.__version__,
         "backends": ", ".join(backends),
