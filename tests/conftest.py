@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -74,6 +74,15 @@ def rounds(request: pytest.FixtureRequest) -> Callable[..., int]:
     return lambda *, ci, soak: soak if request.config.getoption("--soak") else ci
 
 
+def _has_standin() -> bool:
+    module = sys.modules.get("slipstream.testing.standin")
+    return module is not None and module.is_enabled()
+
+
 @pytest.fixture(autouse=True)
-def _clean(no_leaks: None) -> None:
-    """Every test of ours is held to `no_leaks`."""
+def _clean(no_leaks: None) -> Iterator[None]:
+    """Every test of ours is held to `no_leaks`. None enables the stand-in here, where every later test would be on it."""
+    before = _has_standin()
+    yield
+    if _has_standin() and not before:
+        pytest.fail("this test enabled the stand-in in the process of pytest; run it on ranks(1, device='standin')", pytrace=False)

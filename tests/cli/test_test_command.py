@@ -27,6 +27,7 @@ def test_two_processes_pass() -> None:
     report = json.loads(result.stdout)
     assert report["processes"] == 2
     assert report["verdict"].startswith("All")
+    assert report["summary"].startswith("worked on 2 x cpu (")
     assert not any(check["failed"] for check in report["checks"])
 
 
@@ -41,6 +42,7 @@ def test_impossible_job_fails_with_verdict(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "no torch today" in result.stderr
     assert "did not come to an end" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("did not work (no outcome) on cpu, torch ")
 
 
 @pytest.mark.parametrize(
