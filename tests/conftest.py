@@ -6,11 +6,14 @@ Tests that use the pool of ranks are marked `ranks` by themselves, so `pytest -m
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
+from slipstream.testing.standin.build import cache_folder
 
 pytest_plugins = ["slipstream.testing.plugin", "pytester"]
 
@@ -24,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("explore", deadline=None)
     if not config.getoption("hypothesis_profile", None):  # every run tries the same examples; `--hypothesis-profile explore` tries others
         settings.load_profile("same")
+    # Tests that have a home folder of their own find the stand-in accelerator where `make standin` has built it.
+    os.environ.setdefault("SLIPSTREAM_STANDIN_CACHE", str(cache_folder()))
     config.addinivalue_line("markers", "soak: repeats something with random faults; `--soak` makes it many rounds")
 
 

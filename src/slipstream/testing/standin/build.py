@@ -103,7 +103,9 @@ def _compile(sources: list[Path], place: Path) -> Path:
         f"extension.load({_NAME!r}, {[str(source) for source in sources]!r}, build_directory={str(place)!r}, "
         f"extra_cflags={list(_FLAGS)!r}, is_python_module=False)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    variables = dict(environment())
+    path = os.pathsep.join(filter(None, (os.path.dirname(sys.executable), variables.get("PATH"))))  # ninja may be installed beside Python
+    done = subprocess.run([sys.executable, "-c", program], env={**variables, "PATH": path}, capture_output=True, text=True, check=False)
     built = place / f"{_NAME}.so"
     if done.returncode == 0 and built.exists():
         return built
