@@ -242,8 +242,8 @@ class ShardedModel:
                 parameter = sharded.sharded_param
                 local = waiting[0] if len(waiting) == 1 else waiting[0] + waiting[1]
                 averages = [Partial("avg")] * parameter.device_mesh.ndim
-                reduced = DTensor.from_local(local.to(parameter.dtype), parameter.device_mesh, averages, run_check=False)
-                reduced = reduced.redistribute(placements=parameter.placements).to(parameter.device)  # which may be the host's
+                partial = DTensor.from_local(local.to(parameter.dtype), parameter.device_mesh, averages, run_check=False)
+                reduced = partial.redistribute(placements=parameter.placements).to(parameter.device)  # the host, if it is offloaded
                 parameter.grad = reduced if parameter.grad is None else parameter.grad + reduced
                 sharded.unsharded_accumulated_grad = None
                 if unsharded is not None:
