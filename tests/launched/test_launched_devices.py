@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
-from launching import command, launch, script
+from launching import command, eventually, gone, launch, script
 
 pytestmark = pytest.mark.launched
 
@@ -63,3 +65,63 @@ def test_check_of_the_machine(standin):
     assert (done.returncode, report["device"], report["backend"]) == (0, "standin", "standin"), done.stderr
     assert report["summary"].startswith("worked on 2 x standin (stand-in accelerator 0), torch 2.")
     assert report["summary"] in done.stderr.splitlines()[-1]
+
+
+RESUME = """
+import os, signal, sys, torch
+from slipstream import Accelerator
+accelerator = Accelerator()
+folder, dies = sys.argv[1], sys.argv[2] == "dies" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+rows = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(rows, batch_size=12 // accelerator.num_processes)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.01), loader)
+if os.path.exists(folder):
+    accelerator.load_state(folder)
+for number, batch in enumerate(loader):
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 1 and not os.path.exists(folder):
+        accelerator.save_state(folder)
+        if dies and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+weights = accelerator.get_state_dict(model)
+accelerator.print(accelerator.distributed_type, [value.tolist() for value in weights.values()])
+"""
+
+
+def test_killed_shard_resumes_exactly(launch, script, tmp_path, standin):
+    """A rank of sharded training is killed; after the restart the weights are those of a run without it, to the bit."""
+    words = ("--device", standin, "--num_processes", "2", "--use_fsdp", "--max_restarts", "1", script(RESUME))
+    whole = launch(*words, str(tmp_path / "whole"), "lives")
+    assert whole.out.startswith("FSDP [["), whole.err
+    killed = launch(*words, str(tmp_path / "killed"), "dies")
+    assert "was ended by SIGKILL" in killed.err
+    assert (killed.code, killed.out) == (0, whole.out), killed.err
+
+
+FOREVER = """
+from telling import up
+import torch
+from slipstream import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+up()
+while True:
+    accelerator.backward(model(torch.ones(1, 2, device=accelerator.device)).mean())
+    optimizer.step()
+"""
+
+
+def test_interrupted(command, script, standin):
+    """Ctrl-C ends all processes at once, in the middle of collectives, and leaves none."""
+    running = command("--device", standin, "--num_processes", "2", script(FOREVER))
+    pids = running.pids(2)
+    os.killpg(running.process.pid, signal.SIGINT)
+    finished = running.finish()
+    assert finished.code == 128 + signal.SIGINT, finished.err
+    assert all(eventually(lambda pid=pid: gone(pid), 10) for pid in pids.values())
+    assert "Segmentation" not in finished.err
