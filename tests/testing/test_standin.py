@@ -207,6 +207,18 @@ def test_counters(run):
     ]
 
 
+def profiled() -> float:
+    x = torch.ones(100, 100, device="standin")
+    with torch.autograd.profiler.profile(use_device="standin", use_kineto=False) as profile:
+        x @ x
+    return next(entry.device_time_total for entry in profile.key_averages() if entry.key == "aten::mm")
+
+
+def test_profiler(run):
+    """torch's profiler has times of the device, by events around each operator."""
+    assert run(profiled) > 0
+
+
 # --- values -----------------------------------------------------------------------------------------------------------------
 
 MODULES = {
