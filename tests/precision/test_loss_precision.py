@@ -29,7 +29,7 @@ def net() -> torch.nn.Module:
 
 def losses(precision: str, **options: Any) -> list[float]:
     """What the usual loop sees: the loss of every batch before anything is trained."""
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, **options)
+    accelerator = Accelerator(mixed_precision=precision, **options)
     model, loader = accelerator.prepare(net(), DataLoader(data(), batch_size=8))
     found = []
     for x, y in loader:

@@ -93,7 +93,7 @@ def script(program: Program) -> str:
     names = [*(f"net{number}" for number in models), *(f"opt{number}" for number in optimizers), "loader"]
     lines = [
         "accelerator = Accelerator(",
-        "    cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(",
+        "    gradient_accumulation_plugin=GradientAccumulationPlugin(",
         f"        num_steps={program.steps}, sync_each_batch={program.sync_each_batch}, sync_with_dataloader={program.follows_loader}))",
         *(f"net{number} = Net({program.widths[number]}, {number})" for number in models),
         *(f"opt{number} = {_optimizer(*program.optimizers[number])}" for number in optimizers),

@@ -98,7 +98,7 @@ def test_reset_state(ranks: Any) -> None:
         assert before.gather([before.process_index]) == list(range(before.num_processes))
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState._reset_state()
-        after = Accelerator(cpu=True)
+        after = Accelerator()
         return after.gather(torch.tensor([after.process_index])).tolist()
 
     assert ranks(1).run(run) == [[0]]

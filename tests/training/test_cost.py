@@ -19,7 +19,7 @@ PACKAGE = str(Path(slipstream.__file__).parent)
 
 
 def prepared(steps: int = 1, **options: Any) -> tuple[Accelerator, Any, Any, Any, Any]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)

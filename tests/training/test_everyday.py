@@ -48,7 +48,7 @@ def plain(body: Body, steps: int) -> torch.Tensor:
 
 
 def ours(body: Body, steps: int, **options: Any) -> torch.Tensor:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     original = model()
     net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1, momentum=0.9))
     for x in X.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
@@ -78,7 +78,7 @@ def test_model_under_any_name(ranks: Any, world: int) -> None:
     def run() -> Any:
         found = []
         for way in ("original", "unwrapped", "compiled"):
-            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+            accelerator = Accelerator(gradient_accumulation_steps=3)
             original = model()
             prepared, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1, momentum=0.9))
             compiled = torch.compile(prepared, backend="eager")
@@ -110,7 +110,7 @@ def test_second_pass_after_clearing(ranks: Any, world: int) -> None:
         backward(net(x * 1.1).square().sum(), weight=len(x))
 
     def run() -> torch.Tensor:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         original = model()
         net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1))
         for x in X.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
@@ -141,7 +141,7 @@ def test_sync_each_batch(ranks: Any, world: int) -> None:
 
     def run() -> Any:
         plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
         original = model()
         net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1))
         for x in X:
@@ -210,7 +210,7 @@ def test_unnamed_model_follows(ranks: Any, world: int) -> None:
     """A model that is not named follows the one that is."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
         nets = [model(1), model(2)]
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
         first, second, *optimizers = accelerator.prepare(*nets, *optimizers)
@@ -245,7 +245,7 @@ def test_wrong_use_refused(ranks: Any) -> None:
                 call()
             told.append(str(caught.value))
 
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
         original = model()
         original[0].requires_grad_(False)
         net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1))

@@ -22,7 +22,7 @@ def train(
     count: int, batch_size: int, steps: int, epochs: int = 1, zero_first: bool = False, **options: Any
 ) -> tuple[torch.Tensor, list[list[int]]]:
     """Weights after training, and the row numbers that went into each update on this rank."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(rows(count), batch_size=batch_size, shuffle=True))
@@ -72,7 +72,7 @@ def test_effective_batch_matches_one_process(ranks: Any, world: int) -> None:
 
     def run() -> Any:
         config = DataLoaderConfiguration(even_batches=False, data_seed=5)
-        fixed = train(50, 12 // Accelerator(cpu=True).num_processes, 1, 3, dataloader_config=config)
+        fixed = train(50, 12 // Accelerator().num_processes, 1, 3, dataloader_config=config)
         derived = train(50, 6, 1, 2, dataloader_config=config, effective_batch_size=12)
         return fixed[0], derived[0]
 
@@ -90,7 +90,7 @@ def test_last_short_window(ranks: Any, world: int) -> None:
     """
 
     def run() -> list[float]:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
         net = torch.nn.Linear(1, 1, bias=False)
         data = DataLoader(torch.ones(3 * accelerator.num_processes, 1), batch_size=1)
         net, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0), data)
@@ -121,7 +121,7 @@ def test_weighted_loss_matches_big_batch(ranks: Any, world: int) -> None:
     def run() -> list[torch.Tensor]:
         found = []
         for steps, batches in ((1, 2), (3, 7), (2, 4)):
-            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+            accelerator = Accelerator(gradient_accumulation_steps=steps)
             net = model()
             net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             for step in range(batches):
@@ -151,7 +151,7 @@ def test_weights_outside_accumulate(ranks: Any) -> None:
     """Weights outside of accumulate and on several losses."""
 
     def run() -> list[float]:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = torch.nn.Linear(1, 1, bias=False)
         net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
         inner = accelerator.unwrap_model(net)
@@ -258,7 +258,7 @@ def test_window_per_model(ranks: Any, world: int) -> None:
     """
 
     def run() -> list[torch.Tensor]:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
         torch.manual_seed(0)
         nets = _adversaries()
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]

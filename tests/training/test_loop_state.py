@@ -29,7 +29,7 @@ class Loop:
     """A model in training; `way` is how its losses are given."""
 
     def __init__(self, way: str = "mean", steps: int = 4, dtype: torch.dtype = torch.float64, **options: Any) -> None:
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+        self.accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).to(dtype)
         self.net, self.optimizer = self.accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))

@@ -54,7 +54,7 @@ def small() -> torch.nn.Module:
 
 
 def trained(way: dict[str, Any]) -> tuple[Accelerator, torch.nn.Module]:
-    accelerator = Accelerator(cpu=True, **way)
+    accelerator = Accelerator(**way)
     model = small()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.backward(model(X).float().square().mean())
@@ -120,8 +120,8 @@ def test_prepare_pickled(ranks: Any, world: int) -> None:
     def run() -> Any:
         accelerator, model = trained({"mixed_precision": "bf16"})
         twin = pickle.loads(pickle.dumps(model))
-        again = Accelerator(cpu=True, mixed_precision="bf16").prepare(twin)
-        plain = Accelerator(cpu=True).prepare(copy.deepcopy(pickle.loads(pickle.dumps(again))))
+        again = Accelerator(mixed_precision="bf16").prepare(twin)
+        plain = Accelerator().prepare(copy.deepcopy(pickle.loads(pickle.dumps(again))))
         return torch.equal(again(X), model(X)), plain(X).dtype is torch.float32
 
     assert ranks(world).run(run) == [(True, True)] * world
@@ -131,7 +131,7 @@ class Configured(Accelerator):
     """A subclass with a signature and an attribute of its own."""
 
     def __init__(self, project: str) -> None:
-        super().__init__(cpu=True, mixed_precision="bf16")
+        super().__init__(mixed_precision="bf16")
         self.project = project
 
 
@@ -141,7 +141,6 @@ def test_accelerator(ranks: Any, world: int) -> None:
 
     def run() -> Any:
         accelerator = Accelerator(
-            cpu=True,
             mixed_precision="bf16",
             gradient_accumulation_steps=2,
             split_batches=True,

@@ -49,7 +49,7 @@ def test_prepare_twice(ranks: Any) -> None:
     """Preparing twice gives the same."""
 
     def run() -> bool:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         given = objects()
         once = accelerator.prepare(*given)
         assert accelerator.prepare(*once) == once
@@ -64,7 +64,7 @@ def test_state_dict_names(ranks: Any) -> None:
     """State dicts have the names of the model."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         own = list(model().state_dict())
         net = accelerator.prepare(torch.compile(model(), backend="eager"))
         after = torch.compile(accelerator.prepare(model(3)), backend="eager")
@@ -120,7 +120,7 @@ def test_model_visible_through_wrapper(ranks: Any) -> None:
     """
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = accelerator.prepare(Encoder())
         inner = accelerator.unwrap_model(net)
         assert net.temperature == 1.0
@@ -153,7 +153,7 @@ def test_unused_parameters_named(ranks: Any) -> None:
     """Unused parameters are named before the first update."""
 
     def run() -> str:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = Idle()
         net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
         accelerator.backward(net(torch.ones(1, 1)).sum())
@@ -168,7 +168,7 @@ def test_unused_parameters_named(ranks: Any) -> None:
         assert "find_unused_parameters=True" in text
 
     def allowed() -> bool:
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
         net = Idle()
         net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
         for _ in range(2):
@@ -183,7 +183,7 @@ def test_rewrapped_after_group_release(ranks: Any) -> None:
     """A model is wrapped again after the group was released."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = model()
         first, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         accelerator.destroy_process_group()
@@ -204,7 +204,7 @@ def test_rewrapped_after_unfreezing(ranks: Any) -> None:
     """A model whose frozen part changed is wrapped again."""
 
     def run() -> bool:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = model()
         net[0].requires_grad_(False)
         first = accelerator.prepare(net)

@@ -27,7 +27,7 @@ def test_replicas_start_equal(ranks: Any) -> None:
     """Replicas start from the weights of rank 0."""
 
     def run() -> float:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.constant_(net.weight, accelerator.process_index + 1.0)
         return accelerator.unwrap_model(accelerator.prepare(net)).weight.item()
@@ -39,7 +39,7 @@ def test_no_sync_and_trigger_sync(ranks: Any) -> None:
     """Blocks without averaging and the one that makes up for them."""
 
     def run() -> list[float]:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = one_weight(accelerator)
         x = torch.full((1, 1), float(accelerator.process_index))
         seen = []
@@ -62,7 +62,7 @@ def test_communication_hooks(ranks: Any, hook: str) -> None:
         state = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} if "power" in hook else {}
         wrapper = "fp16" if hook == "power_sgd" else "no"
         options = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=state)
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+        accelerator = Accelerator(kwargs_handlers=[options])
         net = torch.nn.Linear(4, 4, bias=False)
         torch.nn.init.ones_(net.weight)
         net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -103,7 +103,7 @@ def test_join_uneven_inputs(ranks: Any, world: int) -> None:
     """
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = model()
         net, optimizer, loader = accelerator.prepare(
             net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(rows(5), batch_size=1)
@@ -133,7 +133,6 @@ def test_clip_once_per_update(ranks: Any) -> None:
 
     def run(precision: str) -> Any:
         accelerator = Accelerator(
-            cpu=True,
             mixed_precision=precision,
             gradient_accumulation_steps=2,
             kwargs_handlers=[GradScalerKwargs(init_scale=8.0)] if precision == "fp16" else None,
@@ -183,7 +182,7 @@ def test_precision_policy(ranks: Any) -> None:
         seen = {}
         for precision in ("no", "bf16", "fp16"):
             for upcast in (False, True):
-                accelerator = Accelerator(cpu=True, mixed_precision=precision, outputs_to_fp32=upcast)
+                accelerator = Accelerator(mixed_precision=precision, outputs_to_fp32=upcast)
                 net = accelerator.prepare(torch.nn.Linear(2, 2))
                 out = net(torch.ones(1, 2))
                 with accelerator.autocast():
@@ -212,7 +211,7 @@ def test_early_rank_is_named(ranks: Any) -> None:
     """A rank that leaves the loop early is named."""
 
     def run() -> str:
-        accelerator = Accelerator(cpu=True, hang_warning=5.0)
+        accelerator = Accelerator(hang_warning=5.0)
         net = one_weight(accelerator)
         for number in range(4):
             if number == 2 and accelerator.process_index == 1:
@@ -232,7 +231,7 @@ def test_different_models_named(ranks: Any) -> None:
     """Different models are named before they are wrapped."""
 
     def run() -> None:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         accelerator.prepare(torch.nn.Linear(2, 1 + accelerator.process_index))
 
     for outcome in ranks(2).outcomes(run):
@@ -247,7 +246,7 @@ def test_forward_on_one_rank_named(ranks: Any) -> None:
     """
 
     def run() -> None:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2)))
         accelerator.backward(net(torch.randn(4, 1)).sum())
         net.eval()

@@ -13,7 +13,7 @@ from slipstream.utils import GradientAccumulationPlugin, GradScalerKwargs
 
 def curve(updates: int, steps: int = 1, **options: Any) -> list[float]:
     """The learning rates of the updates of a run whose scheduler is stepped after every batch."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
@@ -77,7 +77,7 @@ def test_overflow_skips_schedule(ranks: Any) -> None:
     """An overflow skips the step and the schedule."""
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
         net = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         net, optimizer, scheduler = accelerator.prepare(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
@@ -103,7 +103,7 @@ def test_plateau_same_everywhere(ranks: Any) -> None:
     """A plateau has to be the same for everyone."""
 
     def run(same: bool) -> float:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         net = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)

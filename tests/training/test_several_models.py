@@ -52,7 +52,7 @@ def joint_plain(way: str, steps: int) -> torch.Tensor:
 
 
 def joint_ours(way: str, steps: int) -> torch.Tensor:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
     nets = [Net(4, 1), Net(7, 2)]
     optimizer = torch.optim.SGD([parameter for net in nets for parameter in net.parameters()], lr=0.1)
     entry, two, optimizer = accelerator.prepare(*nets, optimizer)
@@ -99,7 +99,7 @@ def test_weights_per_model_block(ranks: Any, world: int) -> None:
     """
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
         nets = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.0) for net in nets]
         *models, first, second = accelerator.prepare(*nets, *optimizers)
@@ -141,7 +141,7 @@ def test_weights_of_two_models(ranks: Any, world: int, block: bool) -> None:
     """
 
     def run() -> list[float]:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         entry, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
         x = torch.ones(4, 1)
         if block:
@@ -181,7 +181,7 @@ def test_adversaries_in_one_block(ranks: Any, world: int, steps: int) -> None:
     """Clearing the gradients of one model does not change what another one's are divided by."""
 
     def run() -> torch.Tensor:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        accelerator = Accelerator(gradient_accumulation_steps=steps)
         nets = [Net(4, 1), torch.nn.Linear(3, 3).double()]
         torch.nn.init.ones_(nets[1].weight)
         torch.nn.init.zeros_(nets[1].bias)
@@ -328,7 +328,7 @@ def test_no_sync_after_other_loss(ranks: Any) -> None:
     """
 
     def run() -> list[float]:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         other = torch.nn.Linear(1, 1, bias=False)
         model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
         x = torch.full((1, 1), 1.0 + accelerator.process_index)
@@ -354,7 +354,7 @@ def test_forward_without_backward(ranks: Any) -> None:
     """
 
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
+        accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
         model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
         x = torch.full((1, 1), 1.0 + accelerator.process_index)
         found = []
@@ -376,7 +376,7 @@ def test_nothing_prepared_on_several_processes(ranks: Any) -> None:
     """`backward` says that no prepared model takes part."""
 
     def run() -> str:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         model = torch.nn.Linear(1, 1)
         try:
             accelerator.backward(model(torch.ones(1, 1)).sum())
@@ -436,7 +436,7 @@ def test_mean_and_weight_in_block(ranks: Any, world: int) -> None:
     """
 
     def run() -> list[float]:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2)
         entry, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
         for number in (1.0, 3.0):
             x = torch.full((2, 1), number)

@@ -26,7 +26,7 @@ def rows(*values: float) -> TensorDataset:
 
 
 def prepared(data: Any, steps: int, batch_size: int = 1, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     net = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.zeros_(net.weight)
     loader = DataLoader(data, batch_size=batch_size) if not isinstance(data, DataLoader) else data

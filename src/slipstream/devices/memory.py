@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "HostMemory", "allocator_statistics", "available_cores", "available_memory", "clear_device_cache", "convert_bytes",
+    "HostMemory", "allocator_statistics", "available_cores", "available_memory", "clear_after_failure", "clear_device_cache",
+    "convert_bytes",
     "device_peak_memory", "host_memory", "host_peak_memory", "release_memory", "should_reduce_batch_size", "timing_event_factory",
 ]
 
@@ -126,6 +127,28 @@ def clear_device_cache(garbage_collection: bool = False, *, families: tuple[Fami
     for family in families:
         if family is not CPU and family.may_be_used():
             family.ask("empty_cache")
+
+
+_QUEUES = 8
+"""How many queues of devices may each have a failure to report: for kernels, for copies, for communication."""
+
+
+def clear_after_failure(is_expected: Callable[[RuntimeError], bool]) -> None:
+    """Collect garbage and release cached device memory after something failed; failures that are expected are dropped.
+
+    A device reports work that failed, such as what waited for a collective that a lost process had begun, late: in whatever is asked of
+    it next, once for each queue.
+
+    >>> clear_after_failure(lambda error: False)
+    """
+    for _ in range(_QUEUES):
+        try:
+            clear_device_cache(garbage_collection=True)
+            return
+        except RuntimeError as error:
+            if not is_expected(error):
+                raise
+    clear_device_cache(garbage_collection=True)
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -262,6 +285,22 @@ def device_peak_memory(device: Any) -> int | None:
     return None if most is None else int(most)
 
 
+class _TimingEvent:
+    """An event that is recorded on the current stream of its own device. (torch measures between objects of its own class alone.)"""
+
+    __slots__ = ("_current_stream", "_event", "query", "synchronize")
+
+    def __init__(self, event: torch.Event, current_stream: Callable[[], torch.Stream]) -> None:
+        self._event, self._current_stream = event, current_stream
+        self.query, self.synchronize = event.query, event.synchronize
+
+    def record(self) -> None:
+        self._event.record(self._current_stream())
+
+    def elapsed_time(self, later: _TimingEvent) -> float:
+        return float(self._event.elapsed_time(later._event))
+
+
 def timing_event_factory(device: Any) -> Callable[[], Any] | None:
     """Return a function that makes timing events of a device; None if the device works synchronously or has none.
 
@@ -275,12 +314,8 @@ def timing_event_factory(device: Any) -> Callable[[], Any] | None:
     if family_of(device) is CPU:
         return None
 
-    class DeviceEvent(torch.Event):
-        def record(self, stream: torch.Stream | None = None) -> None:
-            super().record(torch.accelerator.current_stream(device) if stream is None else stream)
-
-    def make() -> torch.Event:
-        return DeviceEvent(device=device, enable_timing=True)
+    def make() -> _TimingEvent:
+        return _TimingEvent(torch.Event(device=device, enable_timing=True), lambda: torch.accelerator.current_stream(device))
 
     try:
         earlier_event, later_event = make(), make()

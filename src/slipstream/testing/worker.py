@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.devices.memory import clear_device_cache
+from slipstream.devices.memory import clear_after_failure
 from slipstream.devices.table import CPU, FAMILIES, set_device
 from slipstream.distributed.current import reset
 from slipstream.testing import environment, leaks, messages
@@ -139,8 +139,8 @@ def _seed() -> None:
 
 
 def _reset_devices() -> None:
-    """Take back what the run before has left on devices: the current one, and cached memory. `_seed` has seeded them."""
-    clear_device_cache()
+    """Take back what the run before has left on devices: the current one, cached memory, failed work. `_seed` has seeded them."""
+    clear_after_failure(lambda error: True)
     for family in FAMILIES:
         if family is not CPU and family.indexed and family.may_be_used():
             set_device(sys.modules["torch"].device(family.type, 0))

@@ -22,7 +22,7 @@ import numpy
 import torch
 
 from slipstream.config.handlers import check_count
-from slipstream.devices.memory import clear_device_cache, should_reduce_batch_size
+from slipstream.devices.memory import clear_after_failure, should_reduce_batch_size
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.current import current
 from slipstream.distributed.guard import Body, Channel, CollectiveCall
@@ -111,8 +111,6 @@ _GRACE_SECONDS = 3.0
 """Seconds that the others have to come by themselves; then the process group is ended, so that they do."""
 _MAX_MEETINGS = 6
 """How often processes that are told to come may be in yet another call (in a `finally` of the user's, say) before that is an error."""
-_QUEUES = 4
-"""How many queues of a device may each report a lost collective: for kernels, for copies, for communication."""
 _NOTICE_SECONDS = 2.0
 """Seconds that a process whose connection broke looks for the note of the one that ran out of memory."""
 _LOST_CONNECTION = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer")
@@ -269,7 +267,7 @@ class _Search:
         self._tried.append(size)
         own = self._call(function)
         if not own.fits:
-            _release_device_memory()
+            clear_after_failure(_is_between_processes)
         return self._agree(own) if self._several else own
 
     def _call(self, function: Callable[[], Any]) -> _Attempt:
@@ -384,21 +382,6 @@ def _is_between_processes(error: BaseException) -> bool:
 
 
 # -- forgetting a failed try ------------------------------------------------------------------------------------------
-
-
-def _release_device_memory() -> None:
-    """Collect garbage and empty device caches, also where work that a device has queued fails with the collective that it waited for.
-
-    An accelerator reports such a failure late, in whatever is asked of it next: once for each queue, which it then forgets.
-    """
-    for _ in range(_QUEUES):
-        try:
-            clear_device_cache(garbage_collection=True)
-            return
-        except RuntimeError as error:
-            if not _is_between_processes(error):
-                raise
-    clear_device_cache(garbage_collection=True)
 
 
 def _one_line(error: BaseException) -> str:
