@@ -218,3 +218,12 @@ def test_two_commands_meet_also_slurm() -> None:
         assert found["machines"]["text"].startswith("all 2 met"), found
         assert found["clocks"]["level"] == "ok"
         assert "slurm" in found["rank variables"]["text"]
+
+
+def test_named_device_counted() -> None:
+    """The device that an option names is the one that is looked at; one that does not exist is refused."""
+    facts = collect_facts(resolve(flags={"device": "standin"}, environ={}), {"STANDIN_VISIBLE_DEVICES": "0,1"}, with_devices=False)
+    assert (facts.device_type, facts.devices, facts.local_processes) == ("standin", 2, 2)
+    assert collect_facts(resolve(flags={"device": "cpu"}, environ={}), {}).devices == 0
+    with pytest.raises(ConfigError, match="there is no such device family"):
+        collect_facts(resolve(flags={"device": "gpu"}, environ={}), {})

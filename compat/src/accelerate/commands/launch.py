@@ -235,14 +235,15 @@ def _text(value: Any) -> Any:
 def _plan(args: argparse.Namespace) -> tuple[LaunchPlan, Config]:
     """Return the plan of Slipstream's launcher, whose workers also get the variables of Accelerate."""
     from slipstream.config import resolve
-    from slipstream.devices.count import count_without_torch
+    from slipstream.devices.count import count_without_torch, launch_facts
     from slipstream.launch.plan import MachineSpec, Target, VisibleAccelerators, make_plan
 
     environ = dict(os.environ)
     config = resolve(flags=_options(args), environ=environ)
     kind = "module" if args.module else "executable" if args.no_python else "script"
-    family, count = count_without_torch(environ)
-    machine = MachineSpec(accelerators=VisibleAccelerators(count, family.visible))
+    device = config.device.family, config.describe_device()
+    family, _ = count_without_torch(environ, *device)
+    machine = MachineSpec(accelerators=VisibleAccelerators(**launch_facts(environ, *device)))
     plan = make_plan(config, Target(kind, args.training_script, tuple(args.training_script_args or ())), environ, machine)
     variables = {**plan.environment, **launch_environment(args), **_nccl_variables(family.type, plan, args)}
     return replace(plan, environment=variables), config
