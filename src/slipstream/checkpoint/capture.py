@@ -28,7 +28,7 @@ from slipstream.checkpoint.sharded import LocalShard, local_shards
 from slipstream.checkpoint.weights import split_sharded_state_dict, split_state_dict
 from slipstream.data.fingerprint import describe_loader
 from slipstream.devices import rng
-from slipstream.devices.table import device_name
+from slipstream.observability.run_dir.environment import device_name
 from slipstream.training.stepper import PreparedModel
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPU", "DistributedType", "FAMILIES", "Family", "RNGType", "StringEnum", "best_family", "choose_family",
-    "default_family", "device_file_counter", "device_for", "device_name", "family_of", "family_types", "import_plugin", "is_bf16_available",
+    "default_family", "device_file_counter", "device_for", "family_of", "family_types", "import_plugin", "is_bf16_available",
     "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available",
     "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available",
     "is_xccl_available", "is_xpu_available", "named_family", "set_device", "torch_namespace", "unusable", "visible_count",
@@ -528,12 +527,6 @@ def default_family(*, distributed: bool = False) -> Family:
     """Return the family that the options of this process name (through the launcher or a variable), or the best one."""
     config = for_worker()
     return choose_family(config.device.family, config.describe_device(), distributed=distributed)
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a device, as its maker calls it; of the host and of devices without numbers, the architecture of the machine."""
-    family = family_of(device)
-    return str(family.ask("get_device_name", device=device.index, default=family.type)) if family.indexed else platform.machine()
 
 
 def device_for(family: Family, local_rank: int = 0, override: str | None = None) -> torch.device:

@@ -135,7 +135,7 @@ def _torch(environ: Mapping[str, str], config_file: str | None) -> _Section:
     import torch
     import torch.distributed as distributed
 
-    from slipstream.devices.table import choose_family, device_for, device_name
+    from slipstream.devices.table import choose_family, device_for
 
     try:
         family = choose_family(*_named_device(environ, config_file))
