@@ -38,7 +38,7 @@ class Net(torch.nn.Module):
 
 
 def net(seed: int, width: int = 7) -> Net:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Net(width)
 

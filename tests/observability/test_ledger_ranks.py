@@ -299,7 +299,7 @@ class Sleeps:
 
 def train_with_a_slow_rank(slow: int, steps: int = 5) -> dict[str, Any]:
     """A loop in which one rank naps in every forward; what its own stopwatches say, and the ledger."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     rank, sleeps, windows = accelerator.process_index, Sleeps(), []
     ledger = ledger_of(accelerator)
     ledger.examiners.append(windows.append)
@@ -366,7 +366,7 @@ def collective_phases() -> list[dict[str, Any]]:
     """Loops whose waits are collectives of ours: a gather in the loop, LocalSGD, a pass that leaves parameters out, buffers."""
     found = []
     for kind in ("gather", "local_sgd", "unused", "buffers"):
-        accelerator = Accelerator(cpu=True, kwargs_handlers=_unused() if kind == "unused" else [])
+        accelerator = Accelerator(kwargs_handlers=_unused() if kind == "unused" else [])
         rank, sleeps, windows = accelerator.process_index, Sleeps(), []
         ledger = ledger_of(accelerator)
         ledger.examiners.append(windows.append)
@@ -383,7 +383,7 @@ def collective_phases() -> list[dict[str, Any]]:
                 optimizer.zero_grad()
                 local.step()
                 if kind == "gather":
-                    accelerator.gather(torch.zeros(1))
+                    accelerator.gather(torch.zeros(1, device=accelerator.device))
         ledger.settle()
         rows = numpy.concatenate([window.rows for window in windows])
         found.append(

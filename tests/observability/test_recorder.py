@@ -196,7 +196,7 @@ def _no_space(*arguments: Any) -> None:
 def test_main_process_writes(ranks: Any, tmp_path: Path) -> None:
     """Only the main process writes and tells of all."""
     def run() -> Any:
-        accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+        accelerator = Accelerator(project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
         accelerator.init_trackers("demo", {"lr": 0.1}, {"local": {"name": "two"}})
         train(accelerator)
         folder = accelerator.run_dir

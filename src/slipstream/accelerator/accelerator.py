@@ -169,7 +169,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         return self._recorder.trackers.get(name, unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Send values to every tracker, from the main process."""
+        """Send values to every tracker, from the main process. Tensors of a device are fetched together: it waits for the device once."""
         self._recorder.trackers.log(values, step, log_kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:

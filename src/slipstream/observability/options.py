@@ -15,6 +15,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from slipstream.config.handlers import KwargsHandler, check_count
+from slipstream.devices.table import family_types
 from slipstream.errors import ConfigError
 
 __all__ = ["GuardKwargs", "LedgerKwargs", "ON_NAN", "PROFILE_PATTERN_NAME", "ProfileKwargs"]
@@ -172,7 +173,7 @@ class ProfileKwargs(KwargsHandler):
                 f"ProfileKwargs(activities={self.activities!r}) records nothing: write some of {_activity_names()}, or leave it out"
             )
         for given in self.activities or ():
-            _parse_activity(given)
+            _check_activity(given)
         if self.schedule_option is not None:
             _check_schedule(self.schedule_option)
         if self.on_trace_ready is not None and not callable(self.on_trace_ready):
@@ -187,7 +188,7 @@ class ProfileKwargs(KwargsHandler):
         return profile(
             activities=None
             if self.activities is None
-            else {_check_supported(_parse_activity(given)): None for given in self.activities}.keys(),
+            else {_find_activity(given): None for given in self.activities}.keys(),
             schedule=None if self.schedule_option is None else schedule(**self.schedule_option),
             on_trace_ready=on_trace_ready,
             record_shapes=self.record_shapes,
@@ -199,26 +200,30 @@ class ProfileKwargs(KwargsHandler):
 
 
 def _activity_names() -> str:
-    return ", ".join(name.lower() for name in ProfilerActivity.__members__)
+    return ", ".join(_activities())
 
 
-def _parse_activity(given: Any) -> ProfilerActivity:
-    if isinstance(given, ProfilerActivity):
-        return given
-    found = next((member for name, member in ProfilerActivity.__members__.items() if name.lower() == str(given).lower()), None)
-    if found is None:
+def _activities() -> dict[str, ProfilerActivity]:
+    """Return all activities by their names: torch's, and that of the device from outside, once its package is loaded."""
+    members = ProfilerActivity.__members__
+    return {**{name.lower(): member for name, member in members.items()}, **{member.name.lower(): member for member in members.values()}}
+
+
+def _check_activity(given: Any) -> None:
+    """Raise for a name that can never be an activity; a device from outside has its name only once its package is loaded."""
+    if not isinstance(given, ProfilerActivity) and str(given).lower() not in (*_activities(), *family_types()):
         raise ConfigError(f"ProfileKwargs(activities=[{given!r}]): torch's profiler does not know it; write some of {_activity_names()}")
-    return found
 
 
-def _check_supported(activity: ProfilerActivity) -> ProfilerActivity:
+def _find_activity(given: Any) -> ProfilerActivity:
+    """Return an activity that can be recorded here."""
     here: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
-    if activity not in here:
+    found = given if isinstance(given, ProfilerActivity) else _activities().get(str(given).lower())
+    if found not in here:
         known = ", ".join(sorted(activity.name.lower() for activity in here))
-        raise ConfigError(
-            f"ProfileKwargs(activities=[{activity.name.lower()!r}]): this installation of torch cannot record that; it can record {known}"
-        )
-    return activity
+        name = given.name.lower() if isinstance(given, ProfilerActivity) else str(given)
+        raise ConfigError(f"ProfileKwargs(activities=[{name!r}]): this installation of torch cannot record that; it can record {known}")
+    return found
 
 
 def _check_schedule(options: dict[str, int]) -> None:

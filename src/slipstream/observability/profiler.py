@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 from slipstream.config.handlers import check_count
 from slipstream.devices.memory import convert_bytes
@@ -67,10 +67,13 @@ class TopOperators:
     """How many there are besides."""
     where: str
     """Whose time it is: "host" or "device"."""
+    silent: tuple[str, ...] = ()
+    """The devices that were to be recorded and of which nothing was: nothing ran there, or their package does not tell torch's profiler."""
 
     def __str__(self) -> str:
         if not self.operators:
             return "no operator was recorded"
+        silent = f" (nothing was recorded on {', '.join(self.silent)})" if self.silent else ""
         rows = [["operator", "self time", "share", "calls", "memory"]]
         for operator in self.operators:
             name = operator.name if len(operator.name) <= _MAX_NAME else operator.name[: _MAX_NAME - 3] + "..."
@@ -79,7 +82,7 @@ class TopOperators:
         if all(operator.memory is None for operator in self.operators):
             rows = [row[:-1] for row in rows]
         more = f" (and {self.others:,} others)" if self.others else ""
-        return "\n".join([f"time of operators on the {self.where}: {_format_time(self.total)} in all{more}", *align_columns(rows)])
+        return "\n".join([f"time of operators on the {self.where}{silent}: {_format_time(self.total)} in all{more}", *align_columns(rows)])
 
 
 def top_operators(profiler: Any, count: int = 10) -> TopOperators:
@@ -105,7 +108,10 @@ def top_operators(profiler: Any, count: int = 10) -> TopOperators:
         Operator(event.key, event.count, time / 1e6, time / total if total else 0.0, int(getattr(event, memory)) if with_memory else None)
         for time, event in ranked[:count]
     )
-    return TopOperators(chosen, total / 1e6, len(ranked) - len(chosen), "device" if on_device else "host")
+    if on_device:
+        return TopOperators(chosen, total / 1e6, len(ranked) - len(chosen), "device")
+    silent = sorted(activity.name.lower() for activity in getattr(profiler, "activities", ()) if activity != ProfilerActivity.CPU)
+    return TopOperators(chosen, total / 1e6, len(ranked) - len(chosen), "host", tuple(silent))
 
 
 def _format_time(seconds: float) -> str:
@@ -367,8 +373,9 @@ def run_profiler(handler: ProfileKwargs | None, runtime: Runtime | None = None, 
     process = runtime.process if runtime is not None else Process()
     folder = None if handler.output_trace_dir is None else _prepare_folder(handler.output_trace_dir)
     recording = _Recording(folder and folder / PROFILE_PATTERN_NAME.format(suffix=process.rank), handler.on_trace_ready, process)
+    building = handler.building(recording.ready)
     try:
-        with handler.building(recording.ready) as profiler:
+        with building as profiler:
             yield profiler
     finally:
         if folder is not None:

@@ -133,7 +133,7 @@ class RunRecorder:
             raise
 
     def _open(self, project: str, name: str | None = None, *, resume: bool = False, config: Any = None) -> None:
-        from slipstream.observability.run_dir.environment import environment_report
+        from slipstream.observability.run_dir.environment import describe_device, environment_report
         from slipstream.observability.run_dir.folder import RunFolder, git_state
         from slipstream.observability.trackers.registry import to_settings
         from slipstream.observability.trackers.values import to_plain
@@ -159,9 +159,11 @@ class RunRecorder:
         settings = redact_values("config", to_plain(to_settings(config)) or {})
         folder.write_json("config.json", {"settings": settings, "options": options})
         report = environment_report(environment())
+        state = self._components.state
+        report["run"] = {"device": f"{state.device}: {describe_device(state.device)}", "processes": state.num_processes}
         facts = {f"{part}: {name}": str(value) for part, section in report.items() for name, value in section.items()}
         folder.write_json("environment.json", facts)
-        self._components.state.runtime.store_flags.agree(_FOLDER_NOTE, str(folder.path.absolute()))
+        state.runtime.store_flags.agree(_FOLDER_NOTE, str(folder.path.absolute()))
         self._run.journal = folder.journal("ledger.jsonl")
         while self._buffer:
             self._write(*self._buffer.popleft())

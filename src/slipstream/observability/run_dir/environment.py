@@ -22,7 +22,7 @@ from slipstream.devices.packages import version_of
 from slipstream.devices.table import FAMILIES, family_of
 from slipstream.errors import ConfigError, SlipstreamError
 
-__all__ = ["device_name", "environment_report", "software_line"]
+__all__ = ["describe_device", "device_name", "environment_report", "software_line"]
 
 _DISTRIBUTIONS: Final = ("slipstream", "torch", "numpy", "safetensors", "psutil", "accelerate", "transformers", "deepspeed")
 _PREFIXES: Final = (
@@ -131,6 +131,16 @@ def software_line() -> str:
     return f"torch {version_of('torch')}, {platform.system()}, slipstream {version_of('slipstream')}"
 
 
+def describe_device(device: Any) -> str:
+    """Return the name of a device and its free memory as text.
+
+    >>> describe_device("cpu").endswith("free")
+    True
+    """
+    free = available_memory(device)
+    return f"{device_name(device)}, {'unknown' if free is None else convert_bytes(free)} free"
+
+
 def _torch(environ: Mapping[str, str], config_file: str | None) -> _Section:
     import torch
     import torch.distributed as distributed
@@ -143,11 +153,7 @@ def _torch(environ: Mapping[str, str], config_file: str | None) -> _Section:
         return {"version": torch.__version__, "error": redact_text(str(error))}
     known = dict.fromkeys([*(family.backend for family in reversed(FAMILIES)), "mpi", "ucc"])
     backends = [name for name in known if getattr(distributed, f"is_{name}_available", bool)()]
-    devices = {}
-    for rank in range(family.count()):
-        device = device_for(family, rank)
-        free = available_memory(device)
-        devices[f"device {device}"] = f"{device_name(device)}, {'unknown' if free is None else convert_bytes(free)} free"
+    devices = {f"device {device}": describe_device(device) for device in (device_for(family, rank) for rank in range(family.count()))}
     return {
         "version": torch.__version__,
         "backends": ", ".join(backends),

@@ -29,7 +29,7 @@ from slipstream.errors import ConfigError, StateError
 from slipstream.observability.run_dir.folder import RunFolder
 from slipstream.observability.trackers.base import GeneralTracker, NullTracker, check_logging_folder
 from slipstream.observability.trackers.local import LocalTracker
-from slipstream.observability.trackers.values import RejectedValuesError, UnsupportedTypeError, describe_type
+from slipstream.observability.trackers.values import RejectedValuesError, UnsupportedTypeError, describe_type, fetch_scalars
 
 __all__ = [
     "ChosenTrackers", "LoggerType", "Trackers", "filter_trackers", "get_available_trackers", "missing_account", "register_tracker_class",
@@ -397,9 +397,14 @@ class Trackers:
     # -- a run ----------------------------------------------------------------------------------------------------
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: _Keywords = None) -> None:
-        """Send values to every tracker; `log_kwargs` has keywords for each by its name."""
+        """Send values to every tracker; `log_kwargs` has keywords for each by its name.
+
+        Tensors of one element are fetched from their device together: the call waits for it once, on processes with a tracker.
+        """
         if not isinstance(values, Mapping):
             raise ConfigError(f'log({values!r}): values are a dict of names, as in log({{"loss": 0.5}}, step=1)')
+        if any(not isinstance(tracker, NullTracker) for tracker in self.started):
+            values = dict(fetch_scalars(values))
         self._send("log", "values", (values,), {}, step, log_kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: _Keywords = None) -> None:

@@ -21,7 +21,7 @@ from numbers import Real
 from typing import Any
 
 __all__ = [
-    "RejectedValuesError", "Table", "UnsupportedTypeError", "ValuesByKind", "describe_type", "flatten", "make_table",
+    "RejectedValuesError", "Table", "UnsupportedTypeError", "ValuesByKind", "describe_type", "fetch_scalars", "flatten", "make_table",
     "raise_if_unsupported", "sort_values", "to_number", "to_plain",
 ]
 
@@ -110,6 +110,40 @@ def to_number(value: Any) -> Any:
     (3, 'text', True)
     """
     return value.item() if _count_elements(value) == 1 and hasattr(value, "item") else value
+
+
+def fetch_scalars(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values with tensors of one element on the host. Those of a device are fetched together, so that it is waited for once.
+
+    >>> import torch
+    >>> fetch_scalars({"loss": torch.tensor(0.5), "eval": {"name": "test"}})
+    {'loss': tensor(0.5), 'eval': {'name': 'test'}}
+    """
+    import torch
+
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for _, value in _flatten(values, "", _MAX_DEPTH):
+        if _is_device_scalar(value):
+            alike.setdefault((value.device, value.dtype), []).append(value)
+    fetched = {
+        id(tensor): single.reshape(tensor.shape)
+        for tensors in alike.values()
+        for tensor, single in zip(tensors, torch.stack([tensor.detach().reshape(()) for tensor in tensors]).cpu(), strict=True)
+    }
+    return _replace(values, fetched, _MAX_DEPTH) if fetched else values
+
+
+def _is_device_scalar(value: Any) -> bool:
+    import torch
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() == 1 and not value.is_cpu and not value.is_meta
+
+
+def _replace(values: Mapping[str, Any], found: Mapping[int, Any], levels: int) -> dict[str, Any]:
+    return {
+        name: _replace(value, found, levels - 1) if isinstance(value, Mapping) and levels else found.get(id(value), value)
+        for name, value in values.items()
+    }
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
