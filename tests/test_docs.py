@@ -63,6 +63,17 @@ def test_python_blocks_run(outcomes_of, code):
     assert [outcome.traceback or outcome.summary for outcome in outcomes_of(code) if outcome.failed] == []
 
 
+FOR_SEVERAL = re.compile("profile_merged|dp_shard_size=2")
+TRAINING = [block for block in blocks("") if "prepare(" in block.values[0] and not FOR_SEVERAL.search(block.values[0])]
+"""Blocks that place something on a device, without those that are about several processes."""
+
+
+@pytest.mark.parametrize("code", TRAINING)
+def test_python_blocks_run_on_an_accelerator(ranks, tmp_path, code):
+    """Every block with a prepared object runs on one accelerator: tensors that it makes are where the model is."""
+    ranks(1, device="standin").run(run_as_script, code, tmp_path)
+
+
 @pytest.mark.parametrize("block", list(blocks("pytest")))
 def test_pytest_blocks_pass(pytester, rank_pools, block):
     """Every block of tests passes in a pytest session of its own, with the rank pools of this one."""
