@@ -14,7 +14,7 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DROPIN_WORKERS ?= -n 2 --dist loadfile
 PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 
-.PHONY: help demo test test-dropin test-ecosystem dropin standin quick lint check bench soak clean
+.PHONY: help demo test test-dropin test-ecosystem dropin standin mutations quick lint check bench soak clean
 
 help:
 	@echo "make demo     a small model learns on two CPU processes"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-dropin     only the tests of the drop-in"
 	@echo "make test-ecosystem  transformers, peft, trl, diffusers, lm-eval and Lightning on the drop-in, in an environment of their own (.venv-ecosystem)"
 	@echo "make standin  build the stand-in accelerator, on which accelerator code is tested (make test does it too)"
+	@echo "make mutations  plant thirty mistakes with accelerators, one at a time, and list which tests notice them (an hour)"
 	@echo "make quick    the tests that start no processes"
 	@echo "make check    ruff, mypy, and the shape of the tree"
 	@echo "make bench    measure against plain torch and accelerate, side by side"
@@ -37,6 +38,9 @@ test: lint standin
 # The stand-in accelerator is built once for each torch, in the user's cache folder. Where it cannot be, tests on it are skipped, and fail in CI.
 standin: $(INSTALLED)
 	@$(BIN)/slipstream launch --device standin --num_processes 1 --no_python true || echo "the tests on the stand-in accelerator are skipped (in CI they fail)"
+
+mutations: standin
+	$(BIN)/python tests/faults/device_mutations.py
 
 # The drop-in goes to a folder that only its own tests have on their path: the development environment has no `accelerate`.
 dropin: $(DROPIN_INSTALLED)

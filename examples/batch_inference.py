@@ -29,7 +29,7 @@ class Scorer(torch.nn.Module):
         self.weights = torch.nn.EmbeddingBag(256, 1, mode="mean")
 
     def forward(self, text: str) -> torch.Tensor:
-        return self.weights(torch.tensor([list(text.encode())])).squeeze()
+        return self.weights(torch.tensor([list(text.encode())], device=self.weights.weight.device)).squeeze()
 
 
 def main() -> None:

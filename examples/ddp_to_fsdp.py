@@ -50,13 +50,13 @@ def main():
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model[:-1].requires_grad_(False)
     _, loss = train(accelerator, model, optimizer, epochs=1)
     accelerator.print(f"replicas, the head alone: loss {loss:.4f}")
     accelerator.state.destroy_process_group()
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     model.requires_grad_(True)
     prepared, loss = train(accelerator, model, optimizer, epochs=3)
     accelerator.print(f"shards, the whole model: loss {loss:.4f}")

@@ -42,7 +42,7 @@ class LanguageModel(torch.nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, words):
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(words.shape[1])
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(words.shape[1], device=words.device)
         x = self.embed(words) + self.place
         for block in self.blocks:
             x = block(x, mask)

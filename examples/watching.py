@@ -32,11 +32,11 @@ class SlowParabola(Dataset):
         return x, torch.tensor([float("nan")]) if place == 100 else x**2
 
 
-def curve(model: torch.nn.Module, size: int = 48) -> torch.Tensor:
+def curve(model: torch.nn.Module, device: torch.device, size: int = 48) -> torch.Tensor:
     """Return what the model has learned as an image: white below its curve, and black above."""
     with torch.no_grad():
-        heights = model(torch.linspace(-1, 1, size)[:, None]).squeeze(1)
-    return (torch.linspace(1.1, -0.1, size)[:, None] < heights[None, :]).float()
+        heights = model(torch.linspace(-1, 1, size, device=device)[:, None]).squeeze(1)
+    return (torch.linspace(1.1, -0.1, size)[:, None] < heights[None, :].cpu()).float()
 
 
 def main() -> None:
@@ -61,9 +61,10 @@ def main() -> None:
             left_out += accelerator.optimizer_step_was_skipped
             optimizer.zero_grad()
             accelerator.log({"loss": loss.item()}, step=optimizer.updates)
-        accelerator.log_images({"curve": curve(accelerator.unwrap_model(model))}, step=optimizer.updates)
+        accelerator.log_images({"curve": curve(accelerator.unwrap_model(model), accelerator.device)}, step=optimizer.updates)
     with torch.no_grad():
-        rows = [[x, x**2, accelerator.unwrap_model(model)(torch.tensor([x])).item()] for x in (-0.5, 0.0, 0.5)]
+        learned = accelerator.unwrap_model(model)(torch.tensor([[-0.5], [0.0], [0.5]], device=accelerator.device))
+        rows = [[x, x**2, y] for x, y in zip((-0.5, 0.0, 0.5), learned.flatten().tolist(), strict=True)]
     accelerator.log_table("some points", columns=["x", "right", "learned"], data=rows, step=optimizer.updates)
 
     folder = accelerator.run_dir  # None on every process but the main one

@@ -69,6 +69,7 @@ MAY_NAME_DEVICES = {
     "migrate/process_rules.py": "calls that it looks for in scripts, such as torch.cuda.set_device",
     "migrate/training_rules.py": "calls that it looks for in scripts, such as torch.cuda.amp.autocast",
     "parallel/compile.py": "names of compilers, such as HPU_BACKEND and NEURON: what torch.compile takes, whatever the device",
+    "testing/worker.py": "resets what tests have set on the stand-in",
     "utils.py": "public names that scripts import, such as is_npu_available; what they mean is defined by the table",
 }
 GO_THROUGH_A_SHELL = {

@@ -42,10 +42,10 @@ def done() -> dict[object, list[str]]:
 def outputs(ranks, done, tmp_path_factory) -> Outputs:
     """Return what an example printed on each rank; each example runs once for all tests of this file."""
 
-    def of(name: str, size: int, *arguments: str) -> list[str]:
-        key = (name, size, *arguments)
+    def of(name: str, size: int, *arguments: str, device: str | None = None) -> list[str]:
+        key = (name, size, device, *arguments)
         if key not in done:
-            done[key] = ranks(size).run(run, FOLDER / f"{name}.py", arguments, tmp_path_factory.mktemp(name), timeout=100)
+            done[key] = ranks(size, device).run(run, FOLDER / f"{name}.py", arguments, tmp_path_factory.mktemp(name), timeout=100)
         return done[key]
 
     return of
@@ -79,6 +79,15 @@ def test_results_independent_of_world_size(outputs: Outputs, name):
     alone, *others = (re.findall(SAME[name], outputs(name, size)[0], re.MULTILINE) for size in (1, 2, 4))
     assert len(alone) > 2
     assert others == [alone, alone]
+
+
+@pytest.mark.parametrize("name", ["batch_inference", "fsdp", "fsdp_frozen", "template", "watching"])
+def test_on_an_accelerator(outputs: Outputs, name):
+    """Examples that make tensors of their own keep them on the device, and print there what they print on the CPU."""
+    found = outputs(name, 2, device="standin")[0]
+    assert found
+    if name in SAME:
+        assert re.findall(SAME[name], found, re.MULTILINE) == re.findall(SAME[name], outputs(name, 2)[0], re.MULTILINE)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

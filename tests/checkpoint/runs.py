@@ -52,9 +52,9 @@ class Run:
 
 def begin(batch_size: int = 4, workers: int = 0, seed: int = 3, **options: Any) -> Run:
     """A fresh run; the same on every call with one seed."""
-    accelerator = Accelerator(cpu=True, **options)
+    accelerator = Accelerator(**options)
     set_seed(seed, device_specific=True)  # each rank has dropout of its own
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

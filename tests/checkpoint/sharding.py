@@ -38,7 +38,7 @@ class Net(torch.nn.Module):
 
 
 def net(seed: int, width: int = 7) -> Net:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Net(width)
 

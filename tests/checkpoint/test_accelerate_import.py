@@ -454,7 +454,7 @@ def test_numbered_run_continues(tmp_path: Path) -> None:
 
     def begin() -> tuple[Any, torch.nn.Module]:
         project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-        accelerator = Accelerator(cpu=True, project_config=project)
+        accelerator = Accelerator(project_config=project)
         return accelerator, accelerator.prepare(torch.nn.Linear(1, 1))
 
     folder = tmp_path / "checkpoints" / "checkpoint_4"

@@ -117,7 +117,7 @@ def test_error_raised_once_at_next_call(
 
 def test_copies_reuse_memory(tmp_path: Path) -> None:
     """Saves behind the training use the same memory again."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(300, 300))
     accelerator.save_state(tmp_path / "0", async_save=True)
     (memory,) = accelerator._saver.arena._blocks

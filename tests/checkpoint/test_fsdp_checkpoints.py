@@ -246,7 +246,7 @@ WEIGHTS = DEPTH * BLOCK
 
 def layers(seed: int = 0) -> torch.nn.Sequential:
     """Some 17 MB in three blocks."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 

@@ -12,7 +12,7 @@ from slipstream import Accelerator
 
 
 def begin() -> tuple[Any, ...]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
     model = torch.nn.Linear(1, 1)
     loader = DataLoader(torch.arange(24.0).reshape(24, 1), batch_size=2)
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)

@@ -15,7 +15,7 @@ def test_every_number_files_of_own_save(ranks: Any, tmp_path: Path) -> None:
     """Every number has the files of its own save."""
     def save_in_a_row() -> None:
         project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-        accelerator = Accelerator(cpu=True, project_config=project)
+        accelerator = Accelerator(project_config=project)
         accelerator.prepare(torch.nn.Linear(2, 2))
         for _ in range(5):
             accelerator.save_state()

@@ -14,7 +14,7 @@ from slipstream.utils import ProjectConfiguration
 
 
 def begin(url: str) -> tuple[Accelerator, Any]:
-    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True))
+    accelerator = Accelerator(project_config=ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True))
     return accelerator, accelerator.prepare(torch.nn.Linear(1, 1))
 
 

@@ -47,7 +47,7 @@ class Object:
 
 
 def run(optimizer: str = "Adam") -> tuple[Any, ...]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if optimizer == "LBFGS" else 2)
+    accelerator = Accelerator(gradient_accumulation_steps=1 if optimizer == "LBFGS" else 2)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
     options = {"momentum": 0.9} if optimizer == "SGD" else {}
     made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01, **options)
@@ -139,7 +139,7 @@ def test_weights_loaded_into_model(tmp_path: Path, way: str) -> None:
     """`load_checkpoint_in_model` copies weights into memory of the model, or of its own where the model had none."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
     if way == "checkpoint":
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         accelerator.prepare(model)
         accelerator.save_state(tmp_path / "saved")
         accelerator.end_training()

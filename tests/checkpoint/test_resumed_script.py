@@ -83,9 +83,9 @@ class Script:
     def __init__(self, folder: Path, *, kind: str = "shuffled", seed: int = 5, saves: bool = True, **options: Any) -> None:
         make, config = LOADERS[kind]
         project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
-        self.accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=DataLoaderConfiguration(**config), **options)
+        self.accelerator = Accelerator(project_config=project, dataloader_config=DataLoaderConfiguration(**config), **options)
         set_seed(seed)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -295,7 +295,7 @@ def test_once_anew(tmp_path: Path) -> None:
         if number == 1:
             checkpoint = script.accelerator.save_state()
     for config, options in ((DataLoaderConfiguration(), {"resume": False}), (DataLoaderConfiguration(resume="manual"), {})):
-        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        accelerator = Accelerator(dataloader_config=config)
         loader = accelerator.prepare(shuffled(BATCH))
         accelerator.load_state(checkpoint, strict=False, **options)
         assert len(list(loader)) == 3

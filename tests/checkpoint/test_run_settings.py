@@ -21,7 +21,7 @@ class Pairs(Sampler[list[int]]):
 
 
 def begin(lr: float = 0.1, **options: bool) -> tuple[Accelerator, torch.optim.Optimizer, "DataLoader[torch.Tensor]"]:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, **options)
     data = DataLoader(torch.ones(8, 1), batch_sampler=Pairs())

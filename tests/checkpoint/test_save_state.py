@@ -107,7 +107,7 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Rprop", "NAdam", "R
 def test_every_optimizer_and_scheduler(tmp_path: Path, optimizer: str, schedule: str) -> None:
     """Every optimizer and schedule of torch goes on exactly."""
     def prepared() -> tuple[Any, ...]:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
         momentum = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
         made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **momentum)
@@ -150,7 +150,7 @@ def test_nothing_prepared(tmp_path: Path) -> None:
     """Nothing needs to be prepared but something to be loaded into."""
     where = trained().accelerator.save_state(tmp_path / "first")
     with pytest.raises(CheckpointError, match=r"called before prepare\(\).*Prepare first"):
-        Accelerator(cpu=True).load_state(where)
+        Accelerator().load_state(where)
 
 
 def test_replaced_checkpoint_keeps_foreign_files(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_weights_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     """Weights that do not fit."""
     run = trained()
     where = run.accelerator.save_state(tmp_path / "first")
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = accelerator.prepare(Larger())
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointError, match=r"2 are missing in the file: 4\.weight, 4\.bias"):
@@ -368,7 +368,7 @@ def test_weights_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 def other(*, short: bool) -> Run:
     """A run like that of `begin` with less data, or with another schedule."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5 if short else 9, gamma=0.7)
@@ -453,7 +453,7 @@ def test_evaluation_loads_what_prepared(tmp_path: Path, caplog: pytest.LogCaptur
     """An evaluation loads what it has prepared."""
     run = trained()
     where = run.accelerator.save_state(tmp_path / "first")
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = accelerator.prepare(begin(seed=8).accelerator.unwrap_model(begin(seed=8).model))
     with pytest.raises(CheckpointError, match="holds 1 optimizer, and this run has none"):
         accelerator.load_state(where, strict=True)
@@ -467,7 +467,7 @@ def test_evaluation_loads_what_prepared(tmp_path: Path, caplog: pytest.LogCaptur
 def test_another_optimizer_told_by_parameters(tmp_path: Path) -> None:
     """Another optimizer is told by its parameters."""
     where = trained().accelerator.save_state(tmp_path / "first")
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
@@ -704,7 +704,7 @@ def test_two_models_with_optimizers_of_own(tmp_path: Path) -> None:
     """Two models with optimizers of their own."""
     def prepared(seed: int) -> tuple[Any, ...]:
         torch.manual_seed(seed)
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         generator, critic = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
         slow, fast = torch.optim.Adam(generator.parameters(), lr=1e-3), torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
         return accelerator, *accelerator.prepare(generator, critic, slow, fast)
@@ -740,11 +740,11 @@ class Tied(torch.nn.Module):
 
 def test_tied_weights_written_once(tmp_path: Path) -> None:
     """Tied weights are written once and stay tied."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = accelerator.prepare(Tied())
     where = Path(accelerator.save_state(tmp_path / "first"))
     assert list(load_file(where / "model.safetensors")) == ["embedding.weight"]
-    other = Accelerator(cpu=True)
+    other = Accelerator()
     again = other.prepare(Tied())
     other.load_state(where)
     assert again.head.weight is again.embedding.weight
@@ -781,7 +781,7 @@ class CountingDisk(Disk):
 
 def frozen() -> tuple[Accelerator, Any, Any]:
     """A model of which 95 % are not trained."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = torch.nn.Sequential(torch.nn.Linear(190, 500, bias=False), torch.nn.Linear(500, 10, bias=False))
     model[0].requires_grad_(False)
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9))

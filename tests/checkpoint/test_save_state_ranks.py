@@ -315,7 +315,7 @@ class LoadsOnMainAlone(torch.nn.Linear):
 def test_late_failure_raises_everywhere(ranks: Any, tmp_path: Path) -> None:
     """A rank that fails while weights are assigned makes every rank raise, and the error says that the state cannot be used."""
     def save_and_load() -> None:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()
         accelerator.prepare(LoadsOnMainAlone(2, 2))
         accelerator.load_state(accelerator.save_state(tmp_path / "first"))
 

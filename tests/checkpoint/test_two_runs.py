@@ -13,7 +13,7 @@ from slipstream.utils import ProjectConfiguration
 
 def begin(folder: Path) -> Accelerator:
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator = Accelerator(project_config=project)
     accelerator.prepare(torch.nn.Linear(1, 1))
     return accelerator
 

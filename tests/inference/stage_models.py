@@ -19,10 +19,10 @@ def fixed(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether two outputs have the same leaves, up to the last bits of float64."""
+    """Whether two outputs have the same leaves, up to the last bits of float64; the first may be on a device."""
     pairs = zip(pytree.flatten(found), pytree.flatten(expected), strict=True)
     return all(
-        pair.shape == other.shape and torch.allclose(pair, other, rtol=1e-12, atol=1e-12)
+        pair.shape == other.shape and torch.allclose(pair.cpu(), other.cpu(), rtol=1e-12, atol=1e-12)
         if isinstance(other, torch.Tensor)
         else pair == other
         for pair, other in pairs

@@ -111,7 +111,7 @@ def test_device_map_of_stages():
     [
         ({"num_processes": 0}, "num_processes=0"),
         ({"num_processes": 9}, "5 blocks cannot be cut into 9 stages"),
-        ({"num_processes": 2, "max_memory": {0: "70B"}}, "0: 70 bytes.*raise it"),
+        ({"num_processes": 2, "max_memory": {0: "70B"}}, "0: 70 bytes.*give them more"),
         ({"num_processes": 2, "max_memory": {"cpu": 1}}, "'cpu', which is not a stage"),
         ({"num_processes": 2, "max_memory": {1: "a lot"}}, r"max_memory\[1\]='a lot'"),
     ],

@@ -136,6 +136,26 @@ def test_where_things_are(ranks: Ranks, offloads: bool) -> None:
         assert all(torch.allclose(state[name], value, atol=1e-5) for name, value in expected.items())
 
 
+def test_state_of_one_process(ranks: Ranks) -> None:
+    """One process with a plugin gets copies in host memory, as several do; the model's own state stays on the device."""
+
+    def run() -> None:
+        accelerator = Accelerator(fsdp_plugin=Plugin())
+        model = accelerator.prepare(net())
+        best = accelerator.get_state_dict(model)
+        assert {value.device.type for value in best.values()} == {"cpu"}
+        assert {value.device for value in model.state_dict().values()} == {accelerator.device}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        assert not torch.equal(best["norm.weight"], accelerator.get_state_dict(model)["norm.weight"])
+        model.load_state_dict(best)
+        assert torch.equal(accelerator.get_state_dict(model)["norm.weight"], net().norm.weight)
+
+    ranks(1, device="standin").run(run)
+    ranks(1, device="cpu").run(run)
+
+
 def test_memory_of_a_rank(ranks: Ranks) -> None:
     """A device holds its share of parameters, gradients and moments; offloaded, next to nothing of them, and the rest comes back."""
 

@@ -28,6 +28,7 @@ from slipstream.checkpoint.sharded import LocalShard, local_shards
 from slipstream.checkpoint.weights import split_sharded_state_dict, split_state_dict
 from slipstream.data.fingerprint import describe_loader
 from slipstream.devices import rng
+from slipstream.observability.run_dir.environment import device_name
 from slipstream.training.stepper import PreparedModel
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> li
     before, now = saved.get("mixed_precision"), present.get("mixed_precision")
     if before != now:
         differences.append(f"mixed_precision is {now!r} now and was {before!r} when saved; results will differ")
+    before, now = saved.get("device"), present.get("device")
+    if before != now and before is not None and now is not None:
+        differences.append(f"the run is on a {now} device now and was on {before} when saved; results may differ in their last digits")
     differences += _loader_changes(_pairs(saved, present, "loaders"))
     differences += _setting_changes("optimizer", _pairs(saved, present, "optimizers"))
     differences += _setting_changes("scheduler", _pairs(saved, present, "schedulers"))
@@ -390,6 +394,8 @@ def current_settings(components: Components) -> dict[str, Any]:
         "effective_batch": batch,
         "gradient_accumulation_steps": steps,
         "mixed_precision": components.state.mixed_precision,
+        "device": components.state.device.type,
+        "device_name": device_name(components.state.device),
         "seed": torch.initial_seed() % 2**63,
         "loaders": [describe_loader(loader) for loader in registry.loaders],
         "optimizers": [

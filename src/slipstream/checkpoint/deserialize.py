@@ -197,7 +197,13 @@ class _Rebuilder:
     def to_device(self, node: Any, depth: int) -> Any:
         if type(node["$device"]) is not str:
             raise ValueError(f"{_shown(node['$device'])} is not a device")
-        return torch.device(node["$device"])
+        try:
+            return torch.device(node["$device"])
+        except RuntimeError:  # a device from outside of torch, or none at all
+            raise CheckpointError(
+                f"{self._where} holds torch.device({_shown(node['$device'])}), which this torch does not know. If a package adds it to "
+                "torch, import that first; or store the name of the device, str(device), in the state."
+            ) from None
 
     def _tensor_named(self, name: Any) -> torch.Tensor:
         found = self._tensors.get(name) if type(name) is str else None

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from slipstream.checkpoint.optimizer_names import goes_by_names, number_paramete
 from slipstream.checkpoint.sharded import BrokenShardError, TensorPlaceholders, is_sharded, local_box, reshard
 from slipstream.checkpoint.weights import arrange_state_dict, check_fit, load_into
 from slipstream.devices import rng
+from slipstream.devices.memory import should_reduce_batch_size
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.logging import get_logger
 from slipstream.training.loop_state import redistribute_loop_state
@@ -465,6 +468,9 @@ def _restore_fallible(saver: Saver, plan: _RestorePlan, undo: list[Callable[[], 
         with _explain_refusal(saved.where, "the loss scale", scaler):
             undo.append(_state_undo(scaler))
             scaler.load_state_dict(saved.scaler)
+    if plan.loop is not None:
+        with _explain_refusal(saved.where, "the gradients of an unfinished update", None):
+            undo.append(saver.components.stepper.reserve_gradients(plan.gradients))
 
 
 @contextmanager
@@ -472,15 +478,38 @@ def _explain_refusal(where: str, what: str, value: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(
-            f"{where} cannot be loaded: {what} ({type(value).__name__}) rejected its state ({type(error).__name__}: "
-            f"{str(error)[:300]})"
-        ) from error
+        traceback.clear_frames(error.__traceback__)  # its variables hold memory of a device that the undo needs
+        kind = "" if value is None else f" ({type(value).__name__})"
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        if should_reduce_batch_size(error):
+            raise CheckpointError(
+                f"{where} cannot be loaded: memory ran out while {what}{kind} was loaded ({why}). The state of this run is as it was "
+                "before: free memory, or load where there is more"
+            ) from error
+        raise CheckpointError(f"{where} cannot be loaded: {what}{kind} rejected its state ({why})") from error
 
 
 def _optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Return a function that restores an optimizer. Loading replaces its state and groups, so no copy of the old ones is needed."""
+    """Return a function that restores an optimizer. Loading replaces its state and groups, so no copy of the old ones is needed.
+
+    On a device, where the old and the new state together may not fit, the old one is moved to the host meanwhile.
+    """
     attributes, groups = dict(vars(optimizer)), [(group, dict(group)) for group in optimizer.param_groups]
+    devices: list[tuple[dict[str, Any], str, torch.device]] = []
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        held = {
+            parameter: {name: _to_host(value) for name, value in entries.items()} if isinstance(entries, dict) else entries
+            for parameter, entries in optimizer.state.items()
+        }
+        devices = [
+            (kept, name, optimizer.state[parameter][name].device)
+            for parameter, kept in held.items()
+            for name, value in (kept.items() if isinstance(kept, dict) else ())
+            if value is not optimizer.state[parameter][name]
+        ]
+        if devices:
+            attributes["state"] = defaultdict(dict, held)
+            optimizer.state = defaultdict(dict)
 
     def undo() -> None:
         vars(optimizer).clear()
@@ -488,8 +517,14 @@ def _optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
         for group, entries in groups:
             group.clear()
             group.update(entries)
+        for kept, name, device in devices:
+            kept[name] = kept[name].to(device)
 
     return undo
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if type(value) is torch.Tensor and not value.is_cpu else value
 
 
 def _set_counts(optimizer: Any, updates: int, skipped: bool) -> None:
@@ -555,7 +590,10 @@ def _restore_random_states(rank: int, world: int, plan: _RestorePlan) -> list[st
     rng.set_seed(seed)  # for what has no state in the checkpoint
     if plan.own is not None and (states := plan.own.get("random")):
         return [
-            *(f"rank {rank}: the random state of {kind} devices in {saved.where} has no such device here" for kind in rng.restore(states)),
+            *(
+                f"rank {rank}: the random state of {kind} devices in {saved.where} is left out: there is no such device here, or fewer"
+                for kind in rng.restore(states)
+            ),
             *(
                 f"{saved.where} was not saved on a {kind} device and has no random state of it: rank {rank} derives one from the seed, so "
                 "random numbers differ from those of a run without interruption"

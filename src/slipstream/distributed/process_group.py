@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.config.sources import environment
-from slipstream.devices.table import Family, default_family
+from slipstream.devices.table import Family, default_family, import_plugin
 from slipstream.distributed.barriers import barrier
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.cluster import Process
@@ -207,7 +207,9 @@ class GroupSettings:
 
     @classmethod
     def of(cls, family: Family, init_method: str | None = None) -> GroupSettings:
-        """Return the settings for a device family."""
+        """Return the settings for a device family; imports the module that adds its backend to torch."""
+        if family.backend_plugin is not None and family.is_available():
+            import_plugin(family.backend_plugin)
         return cls(family.backend, init_method, family.group_backend)
 
 

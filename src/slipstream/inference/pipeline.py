@@ -3,8 +3,8 @@
 `prepare_pippy` cuts a model into as many stages as there are processes, keeps the weights of one stage on each, and replaces `forward` by
 one that passes a batch through all of them in microbatches. The output is that of the plain model, with exactly the rows that were given,
 on the last process, or on all with `gather_output=True`. All processes call with the same arguments; every step begins with a guarded
-call that compares shapes, and a process that fails in its stage ends the waits of the others. One process runs the plain model. There are
-no gradients.
+call that compares shapes, and a process that fails in its stage ends the waits of the others. One process runs the plain model, on its
+device. There are no gradients.
 
 A program is traced for microbatches of a fixed number of rows; later batches are cut into as many as they need. Inputs of a new form are
 traced on their first call; the last 16 programs are kept.
@@ -21,8 +21,10 @@ import torch
 from torch.distributed.pipelining import ScheduleGPipe, build_stage
 
 from slipstream.big_models.device_map.sizes import find_tied_parameters
+from slipstream.big_models.prepare import is_dispatched
 from slipstream.config.handlers import check_count
 from slipstream.config.names import nearest
+from slipstream.devices.memory import available_memory
 from slipstream.devices.table import CPU
 from slipstream.distributed import collectives, pytree
 from slipstream.distributed.call_site import call_site
@@ -257,10 +259,11 @@ def prepare_pippy(
 ) -> torch.nn.Module:
     """Cut a model into one stage per process and return it, to be called by all of them with the same arguments.
 
-    `split_points`: "auto" for stages that are as even as possible, or the names of the modules at which a new stage begins, one fewer than
-    there are processes. `example_args` and `example_kwargs` are example inputs; their number of rows, divided into `num_chunks` pieces (by
-    default as many as processes), is the size of the microbatches. Give an example as large as the batches that follow: larger batches
-    take more microbatches. Only the last process gets the output, and the others None, unless `gather_output` is true.
+    `split_points`: "auto" for stages that are as even as possible and fit on their devices, or the names of the modules at which a new
+    stage begins, one fewer than there are processes. `example_args` and `example_kwargs` are example inputs; their number of rows, divided
+    into `num_chunks` pieces (by default as many as processes), is the size of the microbatches. Give an example as large as the batches
+    that follow: larger batches take more microbatches. Only the last process gets the output, and the others None, unless `gather_output`
+    is true. Inputs may be on any device; outputs are on that of the process.
 
     The weights of the other stages are freed: they become tensors on the meta device.
 
@@ -278,10 +281,10 @@ def prepare_pippy(
     if getattr(model, "pippy_stage", None) is not None:
         raise ConfigError("this model is a pipeline already, and its other stages are gone: build it again to cut it differently")
     if not state.use_distributed:
-        model.hf_split_points = []  # type: ignore[assignment]  # any attribute may be put on a module
-        return _replace_forward(model, torch.no_grad()(model.forward))
+        return _prepare_alone(model, find_stage_device(state))
+    rooms = _measure_stages(model, state) if split_points in (None, "auto") else {}
     with _failure_announced(state):
-        points = _split_points(model, split_points, no_split_module_classes, example_args or (), example_kwargs, num_chunks, state)
+        points = _split_points(model, split_points, no_split_module_classes, example_args or (), example_kwargs, num_chunks, state, rooms)
     tied = find_tied_parameters(model)
     pipeline = build_pipeline(model, points, example_args or (), example_kwargs, num_chunks)
     pipeline.gather_output = bool(gather_output)
@@ -305,19 +308,26 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the stage of this process, of a model cut at the beginning of the named modules: `step(*args, **kwargs)` runs a batch.
 
-    All processes call it, and every `step`, with the same arguments. The model keeps its weights; those of this stage are shared with it.
+    All processes call it, and every `step`, with the same arguments. The model keeps its weights; those of this stage are shared with it,
+    on the device of the stage.
     """
     state = AcceleratorState()
     if not state.use_distributed:
         raise ConfigError("build_pipeline needs two processes or more; one runs the model as it is (prepare_pippy does)")
     device = find_stage_device(state)
+    mixing: Exception | None = None
     with _failure_announced(state), original_forward(model):
         batch = resolve_rows(model, PipelineBatch(args, kwargs, context=describe_autocast(device)), device)
         points = _checked_split_points(model, split_points, state.num_processes)
         pipeline = Pipeline(model, points, _chunks(num_chunks, state), state)
+        try:
+            check_rows(model, batch)  # now: the trace moves the weights of this stage to its device
+        except Exception as error:  # whatever it is, the trace below says more about a model that does not run
+            mixing = error
     pipeline.prepare(batch)
-    with _failure_announced(state), original_forward(model):
-        check_rows(model, batch)
+    with _failure_announced(state):
+        if mixing is not None:
+            raise mixing
     return pipeline
 
 
@@ -342,6 +352,35 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     return collectives.broadcast_objects(state.channel(), state.limits, [output], state.num_processes - 1, operation="pipeline output")[0]
 
 
+def _prepare_alone(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Let one process run the whole model, on its device; a model that is dispatched by a device map stays where it is."""
+    model.hf_split_points = []  # type: ignore[assignment]  # any attribute may be put on a module
+    forward = torch.no_grad()(model.forward)
+    if is_dispatched(model):
+        return _replace_forward(model, forward)
+    model.to(device)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*pytree.send_to_device(args, device), **pytree.send_to_device(kwargs, device))
+
+    return _replace_forward(model, run)
+
+
+def _measure_stages(model: torch.nn.Module, state: AcceleratorState) -> dict[int, int]:
+    """Return the bytes that each stage may hold, by what is free on its device, but for a tenth for activations; {} on the CPU.
+
+    What the model has there already counts as free. On the CPU the processes share one memory. A collective on accelerators.
+    """
+    device = find_stage_device(state)
+    free = None if device.type == CPU.type else available_memory(device)
+    if device.type == CPU.type:
+        return {}
+    held = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device}
+    own = None if free is None else (free + sum(held.values())) * 9 // 10
+    rooms = collectives.gather_objects(state.channel(), state.limits, own, operation="memory of the stages") or []
+    return {stage: room for stage, room in enumerate(rooms) if room is not None}
+
+
 # -- decisions of prepare ---------------------------------------------------------------------------------------------
 
 
@@ -353,6 +392,7 @@ def _split_points(
     kwargs: Mapping[str, Any] | None,
     num_chunks: int | None,
     state: AcceleratorState,
+    rooms: Mapping[int, int],
 ) -> list[str]:
     count = state.num_processes
     if given is not None and given != "auto":
@@ -361,7 +401,8 @@ def _split_points(
         batch = resolve_rows(model, PipelineBatch(args, kwargs), find_stage_device(state), silent=True)  # `build_pipeline` warns
         called = list_called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), find_stage_device(state))
     blocks = order_blocks(model, find_no_split_classes(model, no_split), at_least=count, called=called)
-    return [blocks[start].name for start in partition_evenly(blocks, count)[1:]]
+    starts = partition_evenly(blocks, count, rooms, "what is free on the devices")
+    return [blocks[start].name for start in starts[1:]]
 
 
 def _checked_split_points(model: torch.nn.Module, given: str | Sequence[str], count: int) -> list[str]:

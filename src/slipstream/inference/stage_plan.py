@@ -142,8 +142,10 @@ class _Partition(NamedTuple):
     starts: tuple[int, ...]
 
 
-def partition_evenly(blocks: Sequence[StageBlock], count: int, limits: Mapping[int, int] | None = None) -> list[int]:
-    """Return where each of `count` contiguous stages begins; `limits` bounds the bytes of stages by number.
+def partition_evenly(
+    blocks: Sequence[StageBlock], count: int, limits: Mapping[int, int] | None = None, origin: str = "max_memory"
+) -> list[int]:
+    """Return where each of `count` contiguous stages begins; `limits` bounds the bytes of stages by number, and `origin` says whence.
 
     >>> partition_evenly([StageBlock(name, {position: size}) for position, (name, size) in enumerate(zip("abcd", [5, 1, 1, 3]))], 2)
     [0, 1]
@@ -163,8 +165,8 @@ def partition_evenly(blocks: Sequence[StageBlock], count: int, limits: Mapping[i
         total = sum(_union(blocks).values())
         raise ConfigError(
             f"the model holds {total} bytes in {len(blocks)} blocks (the largest, {max(blocks, key=lambda block: block.size).name!r}, "
-            f"{max(block.size for block in blocks)}), which do not fit into {count} stages within max_memory ({sizes}): raise it, or "
-            "use more processes"
+            f"{max(block.size for block in blocks)}), which do not fit into {count} stages within {origin} ({sizes}): "
+            "give them more, or use more processes"
         )
     return list(found.starts)
 

@@ -466,6 +466,12 @@ class UnshardedStrategy(Strategy):
         get_logger(__name__).info(f"one process: {type(model).__name__} is not sharded", main_process_only=True)
         return model
 
+    def full_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return copies in host memory, as where the model is sharded."""
+        state = self.state(model)
+        copies = {name: value.detach().to(CPU.type, copy=True) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {**state, **copies}
+
 
 def _check_reshard(reshard_after_forward: bool | int, sizes: MeshSizes) -> None:
     shards = sizes.dp_shard

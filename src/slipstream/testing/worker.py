@@ -144,6 +144,8 @@ def _reset_devices() -> None:
     for family in FAMILIES:
         if family is not CPU and family.indexed and family.may_be_used():
             set_device(sys.modules["torch"].device(family.type, 0))
+    if (stand_in := sys.modules.get("torch.standin")) is not None:
+        stand_in.reset()
 
 
 def _close_runtime() -> str:

@@ -9,7 +9,7 @@ gradient changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from slipstream.errors import ConfigError
 from slipstream.training.accumulation import Accumulation
 
 __all__ = [
-    "SavedLoop", "check_gradients", "check_loop_state", "collect_gradients", "mean_gradients", "redistribute_loop_state", "set_gradients",
+    "SavedLoop", "check_gradients", "check_loop_state", "collect_gradients", "mean_gradients", "redistribute_loop_state",
+    "reserve_gradients", "set_gradients",
 ]
 
 
@@ -88,12 +89,39 @@ def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, tor
     given = gradients or {}
     for name, parameter in _named_parameters(models).items():
         if name in given:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(given[name])
+            _reserve_gradient(parameter).copy_(given[name])
         elif name + _VALUES in given:
             indices, values = (given[name + end].to(parameter.device, copy=True) for end in (_INDICES, _VALUES))
             parameter.grad = torch.sparse_coo_tensor(indices, values.to(parameter.dtype), parameter.shape, check_invariants=True)
         else:
             parameter.grad = None
+
+
+def reserve_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, torch.Tensor] | None) -> Callable[[], None]:
+    """Allocate what `set_gradients` needs, which may fail on a device with little memory; return a function that undoes it."""
+    given = gradients or {}
+    made = [parameter for name, parameter in _named_parameters(models).items() if name in given and parameter.grad is None]
+
+    def undo() -> None:
+        for parameter in made:
+            parameter.grad = None
+
+    try:
+        for parameter in made:
+            _reserve_gradient(parameter)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _reserve_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a parameter to copy another one into, made if there is none that can hold it."""
+    present = parameter.grad
+    if present is None or present.layout != parameter.layout or present.dtype != parameter.dtype or present.requires_grad:
+        parameter.grad = torch.empty_like(parameter, requires_grad=False)
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def mean_gradients(ranks: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float] | None = None) -> dict[str, torch.Tensor]:

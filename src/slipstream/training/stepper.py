@@ -550,6 +550,12 @@ class Stepper:
                 self.strategy.reduce_waiting(model.prepared)
         return collect_gradients([model.original if open_ else None for model, open_ in zip(self.models, waiting, strict=True)]) or None
 
+    def reserve_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> Callable[[], None]:
+        """Allocate memory for gradients that will be set; return a function that frees it."""
+        from slipstream.training.loop_state import reserve_gradients
+
+        return reserve_gradients([model.original for model in self.models], gradients)
+
     def set_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         """Restore gradients; clear those of all other parameters."""
         from slipstream.training.loop_state import set_gradients

@@ -20,13 +20,16 @@ __all__ = [
     "device", "device_count", "device_of", "empty_cache", "get_amp_supported_dtype", "get_device_capability", "get_device_name",
     "get_device_properties", "get_rng_state", "get_rng_state_all", "init", "initial_seed", "is_available", "is_bf16_supported",
     "is_initialized", "log", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "mem_get_info",
-    "memory_allocated", "memory_reserved", "memory_stats", "reset_counters", "reset_peak_memory_stats", "seed", "seed_all", "set_capacity",
+    "memory_allocated", "memory_reserved", "memory_stats", "reset", "reset_counters", "reset_peak_memory_stats", "seed",
+    "seed_all", "set_capacity",
     "set_delay", "set_device", "set_rng_state", "set_rng_state_all", "set_stream", "start_log", "stop_log", "stream", "synchronize",
 ]
 
 _extension = load_extension()
 # torch internals: the number of the device type, for streams by their number (torch 2.13; tests/testing/test_standin.py notices).
 _DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
+_FIRST_DELAYS = _extension.delays()
+_CAPACITY = int(_extension.memory_stats(0)["capacity"]) if _extension.device_count() else 0
 
 
 def _index(which: Any) -> int:
@@ -373,6 +376,18 @@ def stop_log() -> None:
 def log() -> list[LogEntry]:
     """Return what ran since the last call, in the order in which it ended."""
     return [LogEntry(*entry) for entry in _extension.take_log()]
+
+
+def reset() -> None:
+    """Take back what tests set: delays, capacities, counters, the log, peaks."""
+    _extension.set_delay(*_FIRST_DELAYS)
+    _extension.set_logging(False)
+    _extension.take_log()
+    reset_counters()
+    if is_initialized():
+        for index in range(device_count()):
+            _extension.set_capacity(index, _CAPACITY)
+            _extension.reset_peak_memory(index)
 
 
 def set_delay(copies: float | None = None, kernels: float | None = None) -> None:
