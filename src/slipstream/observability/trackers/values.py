@@ -117,7 +117,7 @@ def fetch_scalars(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
     >>> import torch
     >>> fetch_scalars({"loss": torch.tensor(0.5), "eval": {"name": "test"}})
-    {'loss': tensor(0.5), 'eval': {'name': 'test'}}
+    {'loss': tensor(0.5000), 'eval': {'name': 'test'}}
     """
     import torch
 
