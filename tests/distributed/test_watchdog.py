@@ -32,7 +32,7 @@ class Training:
         self.state = PartialState(timeout=timeout, hang_warning=hang_warning)
         self.rank = self.state.process_index
         self.watch = current().watch("backward", Limits(timeout, 3600.0, hang_warning))
-        self.module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).double()
+        self.module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).double().to(self.state.device)
         self.wrap()
 
     def wrap(self) -> None:
@@ -40,7 +40,7 @@ class Training:
             self.model = DistributedDataParallel(self.module)
 
     def loss(self) -> torch.Tensor:
-        return self.model(torch.full((2, 4), float(self.rank), dtype=torch.float64)).sum()
+        return self.model(torch.full((2, 4), float(self.rank), dtype=torch.float64, device=self.state.device)).sum()
 
     def step(self) -> None:
         loss = self.loss()
@@ -153,7 +153,7 @@ def test_program_error_passes_through(ranks: Any) -> None:
         training.step()
         before = current().generation
         with pytest.raises(RuntimeError, match="does not require grad") as plain, training.watch:
-            torch.ones(1).sum().backward()
+            torch.ones(1, device=training.state.device).sum().backward()
         training.steps(2)
         return type(plain.value).__name__, current().generation - before, training.state.gather([1]) == [1, 1]
 
@@ -199,8 +199,9 @@ def test_out_of_step_group_not_reused(ranks: Any) -> None:
         training = Training()
         before = current().generation
         with pytest.raises(ZeroDivisionError), training.watch:  # noqa: PT012 - on every rank alike
-            dist.all_reduce(torch.ones(1))
-            raise ZeroDivisionError
+            total = torch.ones(1, device=training.state.device)
+            dist.all_reduce(total)
+            raise ZeroDivisionError(total.item())
         gathered = training.state.gather([training.rank])
         return gathered, current().generation - before, training.works_again()
 
@@ -326,7 +327,9 @@ def test_different_sections_deadlock_raises(ranks: Any) -> None:
 
         def act() -> None:
             with training.watch if training.rank else other:
-                dist.recv(torch.ones(1), src=1 - training.rank)
+                received = torch.ones(1, device=training.state.device)
+                dist.recv(received, src=1 - training.rank)
+                received.item()  # a device would wait for it after the section
 
         return caught(act), training.works_again()
 
@@ -335,6 +338,54 @@ def test_different_sections_deadlock_raises(ranks: Any) -> None:
         assert "in prepare number 1 at " + HERE in message
         assert "in backward number 2 at " + HERE in message
         assert works
+
+
+def test_wait_on_the_device_named(ranks: Any, soak_limit: Any) -> None:
+    """A device waits behind its host: a rank that has left its section, and waits for a result, is found as if it were inside."""
+
+    def run() -> tuple[str, tuple[str, str, float], bool]:
+        training = Training()
+        total = torch.ones(1, device=training.state.device)
+        for _ in range(3 - training.rank):
+            with training.watch:
+                dist.all_reduce(total)
+        own = ""
+        if training.rank == 0:
+            with pytest.raises(RuntimeError) as error:
+                total.item()
+            own = str(error.value)
+        return own, caught(lambda: training.state.gather([1])), training.works_again()
+
+    (own, (kind, message, _), works), (_, (kind_too, message_too, seconds), works_too) = ranks(2, device="standin").run(run)
+    assert "gloo" in own, "the error of the backend, in the program's own call"
+    assert (kind, kind_too) == ("MismatchError", "MismatchError"), "and what it means, in the next one of ours"
+    for text in (message, message_too):
+        assert "in backward number 4 at " + HERE in text
+        assert "(the device; the host has gone on)" in text
+        assert "gather number 1 at " + HERE in text
+    assert seconds < soak_limit(10)
+    assert works
+    assert works_too
+
+
+def test_slow_devices_are_left_alone(ranks: Any) -> None:
+    """Devices that are busy for long, also where one host is ahead of the other, are no wait for anybody."""
+
+    def run() -> list[int]:
+        training = Training(hang_warning=1.0)
+        total = torch.ones(1, device=training.state.device)
+        torch.standin.set_delay(copies=0.8)
+        for number in range(4):
+            with training.watch:
+                dist.all_reduce(total)
+            if number == training.rank:
+                time.sleep(0.7)
+        assert total.item() == 16.0
+        torch.standin.set_delay(copies=0.0)
+        return training.state.gather([training.rank])
+
+    outcomes = ranks(2, device="standin").outcomes(run)
+    assert [(outcome.value, outcome.output) for outcome in outcomes] == [([0, 1], "")] * 2
 
 
 def test_model_of_released_group_raises(ranks: Any) -> None:
@@ -367,7 +418,7 @@ def test_foreign_group_reports_and_times_out(ranks: Any) -> None:
             return caught(lambda: training.state.gather([1]))
         return caught(training.step)
 
-    outcomes = ranks(2).outcomes(run)
+    outcomes = ranks(2, device="cpu").outcomes(run)  # the backend of that group
     assert [outcome.value[0] for outcome in outcomes] == ["MismatchError"] * 2
     assert "opened torch's process group itself" in outcomes[0].output
     assert "gather number 1 at " + HERE in outcomes[0].output

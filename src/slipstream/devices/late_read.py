@@ -2,7 +2,8 @@
 
 A host that reads a value the usual way (`.item()`, `.tolist()`) waits until the device has done everything before it. `LateValues` marks
 the point at which values will be there: `passed` asks without waiting, and reading after that point waits for a small copy alone, because
-it goes through a stream of its own (`beside_queue`). Devices without streams or events are read the usual way.
+it goes through a stream of its own (`beside_queue`). Devices without streams or events are read the usual way. A `CompletionMark` tells
+another thread whether a device has done what it was given.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from slipstream.devices.table import CPU, family_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LateValues", "beside_queue"]
+__all__ = ["CompletionMark", "LateValues", "beside_queue", "completion_mark"]
 
 
 @contextmanager
@@ -66,3 +67,42 @@ class LateValues:
             self._event.synchronize()
         with beside_queue(self._tensor.device):
             return self._tensor.tolist()
+
+
+class CompletionMark:
+    """A point in the work of the current device. Setting it again moves it."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._is_set = False
+
+    def set(self) -> None:
+        """Set the mark behind everything that the current stream of the current device was given."""
+        self._event.record()
+        self._is_set = True
+
+    def is_pending(self) -> bool:
+        """Return whether the mark was set and the device has not passed it; any thread may ask."""
+        try:
+            return self._is_set and not self._event.query()
+        except RuntimeError:  # an error of the device, which the program meets itself
+            return False
+
+
+def completion_mark(device: str | None) -> CompletionMark | None:
+    """Return a mark for devices of a type; None if work is done when a call returns, or if the family has no events.
+
+    >>> completion_mark("cpu") is None
+    True
+    """
+    if device is None or family_of(device) is CPU:
+        return None
+    import torch
+
+    try:
+        event = torch.Event(device=device)
+        event.record()  # an event asks its device for support only now
+        event.query()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    return CompletionMark(event)

@@ -28,7 +28,7 @@ from slipstream.distributed.call_site import call_site
 from slipstream.distributed.heartbeat import Heartbeat, format_ranks
 from slipstream.distributed.transport import HEADER_LAYOUT, HEADER_SIZE, INLINE_AT, ConnectionLost, Transport, WaitCallback
 from slipstream.distributed.wait_monitor import Limits, WaitMonitor, guess_condition
-from slipstream.errors import MismatchError, StateError
+from slipstream.errors import DistributedOperationException, MismatchError, StateError
 
 if TYPE_CHECKING:
     from slipstream.observability.timing.meter import Meter
@@ -258,7 +258,12 @@ class GroupChannel(Channel):
         rank: int,
         world_size: int,
         generation: int,
+        device: str | None = None,
     ) -> None:
+        self.device = device
+        """The type of device whose memory the data group takes; None for host memory alone."""
+        self.unraised: DistributedOperationException | None = None
+        """Why a wait on the device was ended, until the program has heard of it."""
         self.rank = rank
         self.world_size = world_size
         self.generation = generation

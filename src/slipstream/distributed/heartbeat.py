@@ -53,6 +53,8 @@ class RankPosition:
     """Torch collectives that have begun in the section."""
     torch_ops_since_call: int = 0
     """Torch collectives that it has begun after its last Slipstream collective, in a section or not."""
+    on_device: bool = False
+    """Whether the host has left the section, and the device has not completed what was begun in it."""
 
     @property
     def call(self) -> str:
@@ -80,8 +82,11 @@ class WatchedSection(Protocol):
 
     def position(self, waiting: bool) -> RankPosition: ...
 
+    def is_pending(self) -> bool:
+        """Whether the device has not completed what was begun in the section, which the host has left."""
+
     def check(self) -> None:
-        """Report a long wait and end one that cannot complete; called by the heartbeat thread while the section runs."""
+        """Report a long wait and end one that cannot complete; called by the heartbeat thread while the section runs or is pending."""
 
 
 @dataclass
@@ -121,7 +126,8 @@ def describe_position(record: dict[str, Any]) -> str:
         return "nothing heard of it yet"
     failure = f"; before that it failed in {record['failure']}" if record.get("failure") else ""
     if record["waiting"]:
-        return f"{'has been' if record['watched'] else 'waits'} {record['seconds']:.0f} s in {_describe_call(record)}{failure}"
+        device = " (the device; the host has gone on)" if record.get("on_device") else ""
+        return f"{'has been' if record['watched'] else 'waits'} {record['seconds']:.0f} s in {_describe_call(record)}{device}{failure}"
     if not record["operation"]:
         return f"in no collective yet, for {record['seconds']:.0f} s"
     return f"in no collective for {record['seconds']:.0f} s; the last was {_describe_call(record)}{failure}"
@@ -304,11 +310,15 @@ class Heartbeat:
         self._count_torch_ops, self._torch_ops_before = count, count()
 
     def position(self) -> RankPosition:
-        """Return what this rank is doing: the inner one of a Slipstream collective and a watched section, or the last of them."""
-        collective, section = self.collective, self.section
-        if section is None or collective.since >= section.since and (collective.waiting or not self.in_section):
+        """Return what this rank is doing: the inner one of a Slipstream collective and a watched section, or the last of them.
+
+        A section that the host has left and the device has not counts as one that it is in, unless the host waits elsewhere.
+        """
+        collective, section, inside = self.collective, self.section, self.in_section
+        if section is None or collective.since >= section.since and collective.waiting:
             return collective
-        return section.position(self.in_section)
+        inside = inside or section.is_pending()
+        return section.position(inside) if inside or collective.since < section.since else collective
 
     def start(self) -> None:
         self._signal.install()
@@ -374,8 +384,9 @@ class Heartbeat:
                 with self._lock:
                     self._tick()
                 self.store_error = None
-                if self.in_section and self.section is not None:
-                    self.section.check()
+                section = self.section
+                if section is not None and (self.in_section or (section.is_pending() and self.position().on_device)):
+                    section.check()
             except RuntimeError as error:  # torch's store errors: the report shows them, and the next tick tries again
                 self.store_error = str(error).splitlines()[0]
                 if self._stop.wait(self.PUBLISH_EVERY):
@@ -497,6 +508,8 @@ class Heartbeat:
     def _is_with_us(self, peer: PeerStatus) -> bool:
         position, record = self.position(), peer.record
         compared = ("generation", "sequence", "watched", *(("sections_since_call", "operation") if position.watched else ()))
+        if position.watched and (position.on_device or record.get("on_device")):  # hosts may be ahead of their devices by some sections
+            compared = ("generation", "watched")
         same = all(record.get(name) == getattr(position, name) for name in compared)
         return bool(record.get("waiting")) and same and peer.silent < self._silent_after
 

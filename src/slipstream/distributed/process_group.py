@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.config.sources import environment
-from slipstream.devices.table import Family, default_family, import_plugin
+from slipstream.devices.table import CPU, Family, default_family, import_plugin
 from slipstream.distributed.barriers import barrier
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.cluster import Process
@@ -204,13 +204,15 @@ class GroupSettings:
     init_method: str | None = None
     by_device: str | None = None
     """The backend for each type of device, where the user named none: "cpu:gloo,..."."""
+    device: str | None = None
+    """The type of device whose memory the group takes; None for host memory alone."""
 
     @classmethod
     def of(cls, family: Family, init_method: str | None = None) -> GroupSettings:
         """Return the settings for a device family; imports the module that adds its backend to torch."""
         if family.backend_plugin is not None and family.is_available():
             import_plugin(family.backend_plugin)
-        return cls(family.backend, init_method, family.group_backend)
+        return cls(family.backend, init_method, family.group_backend, None if family is CPU else family.type)
 
 
 class ProcessGroupManager:
@@ -266,6 +268,8 @@ class ProcessGroupManager:
             present = self._channel
             if present is not None and (present.broken is not None or (usable and not present.usable)):
                 self.close(present.broken or str(present.torch_group_desynchronized))
+                if present.unraised is not None:
+                    raise present.unraised
             if self._channel is None:
                 self._settings = self._settings or settings or GroupSettings.of(default_family(distributed=True))
                 try:
@@ -310,6 +314,7 @@ class ProcessGroupManager:
             rank=process.rank,
             world_size=process.world_size,
             generation=generation,
+            device=settings.device,
         )
 
     def _find_store(self, settings: GroupSettings) -> Store:

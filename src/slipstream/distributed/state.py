@@ -484,7 +484,8 @@ def _group_settings(backend: str | None, init_method: str | None, family: Family
         raise ConfigError(
             f"backend={backend!r} was asked for, but the process group is open with {present.backend!r}: call destroy_process_group() first"
         )
-    return GroupSettings(backend, init_method) if backend else GroupSettings.of(family, init_method)
+    settings = GroupSettings.of(family, init_method)
+    return GroupSettings(backend, init_method, device=settings.device) if backend else settings
 
 
 def _named_values(value: Any) -> Mapping[str, Any]:

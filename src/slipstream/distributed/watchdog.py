@@ -5,6 +5,9 @@ the user's line; the heartbeat thread reports long waits and, when a wait cannot
 blocked call fails. The error that leaves the section names every rank and its line. Entering and leaving costs a few assignments. An
 error of the program's own passes through unchanged; if torch's collectives had begun, the next section opens another generation of the
 group.
+
+On an accelerator the host leaves the section before the collectives are done, and waits wherever it needs a result. So the section counts
+as entered until the device has passed its end; if it cannot, the error is printed, and raised by the next call that needs the group.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 from collections.abc import Callable
 from time import monotonic
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +26,9 @@ from slipstream.distributed.guard import GroupChannel
 from slipstream.distributed.heartbeat import RankPosition, format_ranks
 from slipstream.distributed.wait_monitor import Limits, WaitMonitor
 from slipstream.errors import DistributedOperationException, StateError
+
+if TYPE_CHECKING:
+    from slipstream.devices.late_read import CompletionMark
 
 __all__ = ["NullWatchdog", "TorchCollectiveWatchdog"]
 
@@ -75,6 +81,8 @@ class TorchCollectiveWatchdog(NullWatchdog):
         self._count_torch_ops: Callable[[], int] = int
         self._torch_ops_before = 0
         self._left = 0.0
+        self._mark: CompletionMark | None = None
+        """The end of the section on the device; None where work is done when a call returns."""
         self._monitor: tuple[float, WaitMonitor] | None = None
         self._finding: tuple[float, DistributedOperationException] | None = None
         """The error found by the heartbeat thread, with the time of the section it belongs to."""
@@ -100,13 +108,24 @@ class TorchCollectiveWatchdog(NullWatchdog):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self._fail(error)
+        elif self._mark is not None:
+            self._mark.set()
         self._heartbeat.in_section = False
+
+    def is_pending(self) -> bool:
+        """Return whether the device has not passed the end of the section, which the host has left."""
+        return self._mark is not None and not self._heartbeat.in_section and self._mark.is_pending()
 
     def _bind(self) -> None:
         channel = self._channel = self._present()
         self._number, self._heartbeat = 0, channel.heartbeat
         # Kept separately: it is also called after the channel has released its group.
         self._count_torch_ops = channel.count_torch_collectives
+        self._mark = None
+        if channel.device is not None:
+            from slipstream.devices.late_read import completion_mark  # loaded only where there is a device
+
+            self._mark = completion_mark(channel.device)
 
     def _fail(self, error: BaseException) -> None:
         """Raise an error that explains a broken connection between the processes; return if the error is the program's own."""
@@ -168,6 +187,7 @@ class TorchCollectiveWatchdog(NullWatchdog):
         """Return where this rank is, or was last."""
         number, code, instruction = self._at
         heartbeat = self._heartbeat
+        on_device = waiting and not heartbeat.in_section
         if self._left < self.since and not waiting:
             self._left = monotonic()  # approximately: the first request after the section was left
         return RankPosition(
@@ -183,6 +203,7 @@ class TorchCollectiveWatchdog(NullWatchdog):
             number=number,
             torch_ops=self._count_torch_ops() - self._torch_ops_before if waiting else 0,
             torch_ops_since_call=heartbeat.torch_ops_since_call,
+            on_device=on_device,
         )
 
     def check(self) -> None:
@@ -195,12 +216,16 @@ class TorchCollectiveWatchdog(NullWatchdog):
         try:
             self._monitor[1].check()
         except DistributedOperationException as error:
-            if self._heartbeat.in_section and self.since == since:
+            if self.since == since and (self._heartbeat.in_section or self.is_pending()):
                 self._end_wait(since, error)
 
     def _end_wait(self, since: float, error: DistributedOperationException) -> None:
         self._finding = since, error
-        if not self._channel.abort(_first_line(error)):
+        if not self._heartbeat.in_section:  # what waits for the device now is not ours, and may return with results that are none
+            self._channel.unraised = error
+            print(f"slipstream: {error}", file=sys.stderr, flush=True)
+            self._channel.abort(_first_line(error))
+        elif not self._channel.abort(_first_line(error)):
             print(
                 f"slipstream: {error}\nThis program opened torch's process group itself, so rank {self._heartbeat.rank} waits until "
                 "the other process ends, or for the time limit of that group.",
