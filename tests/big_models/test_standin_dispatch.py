@@ -146,6 +146,42 @@ def test_tied_weight_on_two_devices(device: Any) -> None:
     assert "embed.weight on standin:0 and head.weight on standin:3. Each has a copy of its own" in outcome.output
 
 
+class _Masked(torch.nn.Module):
+    """Blocks that get a mask by keyword, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(_MaskedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, mask=mask, cache=cache)
+        return x
+
+
+class _MaskedBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        cache.append(x)
+        return torch.tanh(self.linear(x)) * mask
+
+
+def test_keyword_inputs(device: Any) -> None:
+    """Inputs by keyword come to the device of each block as those by position do; those in `skip_keys` stay what they are."""
+
+    def run() -> tuple[bool, list[str]]:
+        plain, mask, cache = _Masked(), torch.tensor([1.0, 0.0, 1.0, 1.0]), list[torch.Tensor]()
+        model = dispatch_model(copy.deepcopy(plain), {"blocks.0": 0, "blocks.1": 2, "blocks.2": "cpu"}, skip_keys="cache")
+        found = model(torch.ones(2, 4), mask=mask, cache=cache)
+        return torch.equal(found, plain(torch.ones(2, 4), mask=mask, cache=[])), [str(tensor.device) for tensor in cache]
+
+    assert device.run(run) == [(True, ["standin:0", "standin:2", "standin:0"])]
+
+
 def test_moving_is_refused(device: Any) -> None:
     """A model over several devices is not moved away from its hooks; it may be converted, and what stays in place is not refused."""
 

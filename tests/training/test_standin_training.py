@@ -469,3 +469,16 @@ def test_copies_of_prepared_models(ranks: Any) -> None:
         return str(twin[0].weight.device), bool((net(x) != twin(x)).any()), bool(accelerator.unwrap_model(net)[0].weight.any())
 
     assert ranks(2, device="standin").run(run) == [(f"standin:{rank}", True, True) for rank in range(2)]
+
+
+def test_evaluated_model(ranks: Any) -> None:
+    """A model that is only evaluated, and one without trained parameters, are on the device, and are not wrapped."""
+
+    def run() -> Any:
+        accelerator = Accelerator()
+        net, frozen = accelerator.prepare_model(Tied(), evaluation_mode=True), accelerator.prepare(Tied().requires_grad_(False))
+        x = torch.arange(16.0, device=accelerator.device).view(2, 8)
+        equal = torch.equal(net.eval()(x).cpu(), Tied().eval()(x.cpu()))
+        return devices(*net.parameters(), *net.buffers(), *frozen.parameters(), *frozen.buffers()), equal, type(net)
+
+    assert ranks(2, device="standin").run(run) == [({f"standin:{rank}"}, True, Tied) for rank in range(2)]
