@@ -28,25 +28,26 @@ class Work final : public c10d::Work {
       : c10d::Work(rank, type), end_(std::move(end)), device_(device), used_(std::move(used)), results_(std::move(results)) {}
 
   bool isCompleted() override { return end_->done(); }
-  bool isSuccess() const override { return !failure_->error; }
-  std::exception_ptr exception() const override { return failure_->error; }
+  bool isSuccess() const override { return !outcome_->error; }
+  std::exception_ptr exception() const override { return outcome_->error; }
   std::vector<at::Tensor> result() override { return results_; }
   void synchronize() override { current_stream(device_).wait_event(end_); }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
     // A barrier and a message have no result whose use would wait: what failed is told here.
-    if (results_.empty() || end_->done()) end_->wait(end_->version());
+    if (results_.empty()) end_->wait(end_->version());
+    if (end_->done() && outcome_->error) std::rethrow_exception(outcome_->error);
     used_.clear();
     return true;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  int sourceRank() const override { return failure_->source; }
+  int sourceRank() const override { return outcome_->source; }
 
-  struct Failure {
+  struct Outcome {
     std::exception_ptr error;
     int source = -1;
   };
-  std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
+  std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 
  private:
@@ -104,17 +105,18 @@ Backend::WorkPtr Backend::run(const char* name, c10d::OpType type, Tensors used,
   caller.record(ready);
   stream.wait_event(ready);
   ++counters().collectives;
+  if (channel == COLLECTIVES) ++sequence_;
   auto work = c10::make_intrusive<Work>(getRank(), type, end, device, used, results);
-  stream.enqueue([name, &stream, used = std::move(used), failure = work->failure_, start = std::move(start)] {
+  stream.enqueue([name, &stream, used = std::move(used), outcome = work->outcome_, dropped = dropped_, start = std::move(start)] {
     const double begin = now();
     std::this_thread::sleep_for(std::chrono::duration<double>(copy_delay()));
     try {
       auto inner = start();
       inner->wait();
-      failure->source = inner->retrieveOpType() == c10d::OpType::RECVANYSOURCE ? inner->sourceRank() : -1;
+      outcome->source = inner->retrieveOpType() == c10d::OpType::RECVANYSOURCE ? inner->sourceRank() : -1;
     } catch (...) {
-      failure->error = std::current_exception();
-      throw;
+      outcome->error = std::current_exception();
+      throw Failure{outcome->error, dropped};
     }
     if (logging()) add_log({"collective", name, stream.device(), stream.id(), 0, begin, now()});
   });

@@ -19,11 +19,19 @@ class Backend final : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   const std::string getBackendName() const override { return "standin"; }
-  void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
+  ~Backend() override { *dropped_ = true; }
+  void setSequenceNumberForGroup() override {}
+  /// How many collectives were called, also those that have not begun.
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
-  void abort() override { gloo_->abort(); }
-  void shutdown() override { gloo_->shutdown(); }
+  void abort() override {
+    *dropped_ = true;
+    gloo_->abort();
+  }
+  void shutdown() override {
+    *dropped_ = true;
+    gloo_->shutdown();
+  }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -54,6 +62,8 @@ class Backend final : public c10d::Backend {
   int64_t stream_for(DeviceIndex device, int channel);
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::atomic<uint64_t> sequence_{0};
+  std::shared_ptr<std::atomic<bool>> dropped_ = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex_;
   std::map<std::pair<DeviceIndex, int>, int64_t> streams_;
 };

@@ -77,14 +77,25 @@ double kernel_delay();
 
 // --- streams and events -------------------------------------------------------------------------------------------------------
 
+/// What failed on a stream. It is raised where the host next waits for that stream, unless it was dropped meanwhile: an aborted process
+/// group leaves the streams usable.
+struct Failure {
+  std::exception_ptr error;
+  std::shared_ptr<std::atomic<bool>> dropped;
+  explicit operator bool() const { return error && !(dropped && *dropped); }
+  void raise() const {
+    if (*this) std::rethrow_exception(error);
+  }
+};
+
 class Event {
  public:
   explicit Event(bool timing) : timing_(timing) {}
   uint64_t next_version();
-  void complete(uint64_t version, std::exception_ptr error);
+  void complete(uint64_t version, Failure failure);
   bool done() const;
-  /// Block the calling thread until `version` has completed; rethrow what failed before it on its stream.
-  void wait(uint64_t version) const;
+  /// Block the calling thread until `version` has completed; return what failed before it on its stream.
+  Failure wait(uint64_t version) const;
   uint64_t version() const;
   Clock::time_point when() const;
   bool timing() const { return timing_; }
@@ -95,7 +106,7 @@ class Event {
   mutable std::condition_variable changed_;
   uint64_t scheduled_ = 0;
   uint64_t completed_ = 0;
-  std::exception_ptr error_;
+  Failure failure_;
   Clock::time_point when_{};
 };
 using EventPtr = std::shared_ptr<Event>;
@@ -108,6 +119,8 @@ class Stream {
   void enqueue(std::function<void()> work);
   /// Block the calling thread until everything that was enqueued has run; rethrow the first failure.
   void drain();
+  /// The same, and leave failures for the next `drain`.
+  void settle();
   bool idle() const;
   void record(const EventPtr& event);
   void wait_event(const EventPtr& event);
@@ -125,7 +138,7 @@ class Stream {
   uint64_t enqueued_ = 0;
   uint64_t completed_ = 0;
   bool started_ = false;
-  std::exception_ptr error_;
+  Failure failure_;
 };
 
 Stream& stream_of(DeviceIndex device, int64_t id);
@@ -137,6 +150,7 @@ inline Stream& current_stream(DeviceIndex device) { return stream_of(device, cur
 /// Wait for every stream of a device. The host waits: it counts as a synchronisation.
 void synchronize_device(DeviceIndex device);
 void drain_device(DeviceIndex device);
+void settle_device(DeviceIndex device);
 
 /// Releases Python's lock while the calling thread waits: work on the streams may need it to drop references.
 class WithoutPython {

@@ -166,7 +166,7 @@ Block* allocate_block(DeviceIndex device, size_t bytes) {
     if (pointer == nullptr) {
       ++memory.stats.retries;
       lock.unlock();
-      drain_device(device);
+      settle_device(device);
       lock.lock();
       release_cached(memory);
       pointer = take_unused(memory, size);
@@ -416,7 +416,7 @@ void set_capacity(DeviceIndex device, size_t bytes) {
 void empty_cache() {
   if (!initialized()) return;
   for (int device = 0; device < device_count(); ++device) {
-    drain_device(static_cast<DeviceIndex>(device));
+    settle_device(static_cast<DeviceIndex>(device));
     std::lock_guard<std::mutex> lock(process().memory[device].mutex);
     release_cached(process().memory[device]);
   }

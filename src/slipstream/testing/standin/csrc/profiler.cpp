@@ -38,7 +38,7 @@ struct Profiler final : torch::profiler::impl::ProfilerStubs {
     exchange_device(before);
   }
   void synchronize() const override {
-    for (int device = 0; device < device_count(); ++device) drain_device(static_cast<DeviceIndex>(device));
+    for (int device = 0; device < device_count(); ++device) settle_device(static_cast<DeviceIndex>(device));
   }
 };
 

@@ -87,7 +87,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return event == nullptr || event_of(event)->done(); }
   void synchronizeEvent(void* event) const override {
     ++counters().synchronizations;
-    if (event != nullptr) event_of(event)->wait(event_of(event)->version());
+    if (event != nullptr) event_of(event)->wait(event_of(event)->version()).raise();
   }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
     TORCH_CHECK(first != nullptr && second != nullptr, "both events must have been recorded before elapsed_time");

@@ -84,15 +84,15 @@ WithoutPython::~WithoutPython() {
 
 uint64_t Event::next_version() {
   std::lock_guard<std::mutex> lock(mutex_);
-  error_ = nullptr;
+  failure_ = {};
   return ++scheduled_;
 }
 
-void Event::complete(uint64_t version, std::exception_ptr error) {
+void Event::complete(uint64_t version, Failure failure) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     completed_ = std::max(completed_, version);
-    if (error) error_ = error;
+    if (failure) failure_ = std::move(failure);
     when_ = Clock::now();
   }
   changed_.notify_all();
@@ -103,15 +103,13 @@ bool Event::done() const {
   return completed_ >= scheduled_;
 }
 
-void Event::wait(uint64_t version) const {
-  std::exception_ptr error;
-  {
-    WithoutPython waiting;
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return completed_ >= version; });
-    error = error_;
-  }
-  if (error) std::rethrow_exception(error);
+Failure Event::wait(uint64_t version) const {
+  WithoutPython waiting;
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return completed_ >= version; });
+  Failure found = failure_;
+  lock.unlock();  // before Python's lock is taken again
+  return found;
 }
 
 uint64_t Event::version() const {
@@ -146,39 +144,43 @@ void Stream::run() {
       work = std::move(queue_.front());
       queue_.pop_front();
     }
-    std::exception_ptr error;
+    Failure failure;
     try {
       work();
+    } catch (const Failure& known) {
+      failure = known;
     } catch (...) {
-      error = std::current_exception();
+      failure.error = std::current_exception();
     }
     work = nullptr;  // what the work referred to goes before the stream counts as finished
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (error && !error_) error_ = error;
+      if (failure && !failure_) failure_ = std::move(failure);
       ++completed_;
     }
     finished_.notify_all();
   }
 }
 
+void Stream::settle() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto target = enqueued_;
+  if (completed_ >= target) return;
+  lock.unlock();
+  WithoutPython waiting;
+  lock.lock();
+  finished_.wait(lock, [&] { return completed_ >= target; });
+  lock.unlock();  // before Python's lock is taken again
+}
+
 void Stream::drain() {
-  std::exception_ptr error;
+  settle();
+  Failure found;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (completed_ < enqueued_) {
-      const auto target = enqueued_;
-      lock.unlock();
-      WithoutPython waiting;
-      lock.lock();
-      finished_.wait(lock, [&] { return completed_ >= target; });
-      error = std::exchange(error_, nullptr);
-      lock.unlock();
-    } else {
-      error = std::exchange(error_, nullptr);
-    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    found = std::exchange(failure_, {});
   }
-  if (error) std::rethrow_exception(error);
+  found.raise();
 }
 
 bool Stream::idle() const {
@@ -191,23 +193,26 @@ void Stream::record(const EventPtr& event) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (completed_ >= enqueued_) {
-      event->complete(version, error_);
+      event->complete(version, failure_);
       return;
     }
   }
   enqueue([this, event, version] {
-    std::exception_ptr error;
+    Failure failure;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      error = error_;
+      failure = failure_;
     }
-    event->complete(version, error);
+    event->complete(version, failure);
   });
 }
 
 void Stream::wait_event(const EventPtr& event) {
   if (event->done()) return;
-  enqueue([event, version = event->version()] { event->wait(version); });
+  enqueue([event, version = event->version()] {
+    const auto failure = event->wait(version);
+    if (failure) throw failure;
+  });
 }
 
 Stream& stream_of(DeviceIndex device, int64_t id) {
@@ -230,14 +235,22 @@ int64_t current_stream_id(DeviceIndex device) { return current_streams.id[device
 
 int64_t exchange_stream(DeviceIndex device, int64_t id) { return std::exchange(current_streams.id[device], id); }
 
-void drain_device(DeviceIndex device) {
+namespace {
+std::vector<Stream*> streams_of(DeviceIndex device) {
+  auto& all = streams();
+  std::lock_guard<std::mutex> lock(all.mutex);
   std::vector<Stream*> found;
-  {
-    auto& all = streams();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    for (auto& entry : all.by_id[device]) found.push_back(entry.second.get());
-  }
-  for (auto* stream : found) stream->drain();
+  for (auto& entry : all.by_id[device]) found.push_back(entry.second.get());
+  return found;
+}
+}  // namespace
+
+void drain_device(DeviceIndex device) {
+  for (auto* stream : streams_of(device)) stream->drain();
+}
+
+void settle_device(DeviceIndex device) {
+  for (auto* stream : streams_of(device)) stream->settle();
 }
 
 void synchronize_device(DeviceIndex device) {
