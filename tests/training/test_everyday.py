@@ -51,7 +51,7 @@ def ours(body: Body, steps: int, **options: Any) -> torch.Tensor:
     accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     original = model()
     net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1, momentum=0.9))
-    for x in X.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
+    for x in X.to(accelerator.device).chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
         with accelerator.accumulate(net):
             body(net, x, accelerator.backward)
             optimizer.step()
@@ -83,7 +83,7 @@ def test_model_under_any_name(ranks: Any, world: int) -> None:
             prepared, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1, momentum=0.9))
             compiled = torch.compile(prepared, backend="eager")
             nets = {"original": original, "unwrapped": accelerator.unwrap_model(prepared), "compiled": compiled}
-            for x in X.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
+            for x in X.to(accelerator.device).chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
                 with accelerator.accumulate(nets[way] if way == "compiled" else prepared):
                     accelerator.backward(nets[way](x).square().mean())
                     optimizer.step()
@@ -113,7 +113,7 @@ def test_second_pass_after_clearing(ranks: Any, world: int) -> None:
         accelerator = Accelerator()
         original = model()
         net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1))
-        for x in X.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
+        for x in X.to(accelerator.device).chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
             with accelerator.accumulate(net):
                 body(net, x, accelerator.backward, optimizer.zero_grad)
                 optimizer.step()
@@ -145,7 +145,7 @@ def test_sync_each_batch(ranks: Any, world: int) -> None:
         original = model()
         net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1))
         for x in X:
-            mine = uneven(x, accelerator.num_processes)[accelerator.process_index]
+            mine = uneven(x.to(accelerator.device), accelerator.num_processes)[accelerator.process_index]
             with accelerator.accumulate(net):
                 accelerator.backward(net(mine).square().sum(), weight=len(mine))
                 optimizer.step()
@@ -214,7 +214,7 @@ def test_unnamed_model_follows(ranks: Any, world: int) -> None:
         nets = [model(1), model(2)]
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
         first, second, *optimizers = accelerator.prepare(*nets, *optimizers)
-        for x in X.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
+        for x in X.to(accelerator.device).chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
             with accelerator.accumulate(first):
                 accelerator.backward((first(x) * second(x)).sum(), weight=len(x))
                 for optimizer in optimizers:
@@ -249,7 +249,7 @@ def test_wrong_use_refused(ranks: Any) -> None:
         original = model()
         original[0].requires_grad_(False)
         net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1))
-        x = X[0]
+        x = X[0].to(accelerator.device)
         with accelerator.accumulate(net):
             accelerator.backward(net(x).mean())
         with accelerator.accumulate(net):

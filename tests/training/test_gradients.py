@@ -126,8 +126,8 @@ def test_weighted_loss_matches_big_batch(ranks: Any, world: int) -> None:
             net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             for step in range(batches):
                 with accelerator.accumulate(net):
-                    x = tokens(step, accelerator.process_index)
-                    accelerator.backward(net(x).square().sum(), weight=torch.tensor(len(x)))
+                    x = tokens(step, accelerator.process_index).to(accelerator.device)
+                    accelerator.backward(net(x).square().sum(), weight=torch.tensor(len(x), device=accelerator.device))
                     optimizer.step()
                     optimizer.zero_grad()
             found.append(weights(accelerator.unwrap_model(net)))
@@ -263,7 +263,7 @@ def test_window_per_model(ranks: Any, world: int) -> None:
         nets = _adversaries()
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
         judge, maker, *prepared = accelerator.prepare(*nets, *optimizers)
-        for x in _adversarial_data().chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
+        for x in _adversarial_data().to(accelerator.device).chunk(accelerator.num_processes, dim=1)[accelerator.process_index]:
             for which, (net, optimizer) in enumerate(zip((judge, maker), prepared, strict=True)):
                 judge.requires_grad_(which == 0)
                 with accelerator.accumulate(net):

@@ -42,7 +42,7 @@ class Loop:
 
     def step(self, number: int, rank: int | None = None, rows: int = 2) -> None:
         rank = self.accelerator.process_index if rank is None else rank
-        x, y = (entry.to(self.dtype) for entry in batch(number, rank, rows))
+        x, y = (entry.to(self.accelerator.device, self.dtype) for entry in batch(number, rank, rows))
         with self.accelerator.accumulate(self.net):
             difference = ((self.net(x).to(self.dtype) - y) ** 2).flatten()
             if self.way == "sum":
@@ -325,7 +325,7 @@ class Epoch(Loop):
     def run(self) -> tuple[list[Any], list[torch.Tensor]]:
         states = []
         for numbers in self.loader:
-            x = torch.stack([batch(int(number), 0, 1)[0][0] for number in numbers])
+            x = torch.stack([batch(int(number), 0, 1)[0][0] for number in numbers]).to(self.accelerator.device)
             with self.accelerator.accumulate(self.net):
                 self.accelerator.backward(((self.net(x) - x.sum(1, keepdim=True).sin()) ** 2).mean())
                 self.optimizer.step()

@@ -35,7 +35,7 @@ import torch
 
 x = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
 for path in sys.argv[1:]:
-    saved = torch.load(path, weights_only=False)
+    saved = torch.load(path, weights_only=False, map_location="cpu")
     model = saved["model"]
     assert type(model) is torch.nn.Sequential, (path, type(model))
     assert model is saved["again"], path
@@ -57,7 +57,7 @@ def trained(way: dict[str, Any]) -> tuple[Accelerator, torch.nn.Module]:
     accelerator = Accelerator(**way)
     model = small()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(model(X).float().square().mean())
+    accelerator.backward(model(X.to(accelerator.device)).float().square().mean())
     optimizer.step()
     optimizer.zero_grad()
     return accelerator, model
@@ -67,7 +67,7 @@ def save_whole(folder: Path) -> None:
     for name, way in WAYS.items():
         accelerator, model = trained(way)
         expected = small()
-        expected.load_state_dict(accelerator.unwrap_model(model).state_dict())
+        expected.load_state_dict(accelerator.unwrap_model(model).state_dict())  # copied to the host
         whole = {"model": model, "again": accelerator.unwrap_model(model), "expected": expected(X).detach()}
         torch.save(whole, folder / f"{name} {accelerator.process_index} of {accelerator.num_processes}.pt")
         torch._dynamo.reset()
@@ -103,8 +103,9 @@ def test_copies(ranks: Any) -> None:
         torch.save(model, buffer)
         assert shallow[0] is model[0]
         assert deep[0] is not model[0]
-        assert torch.equal(deep(X), model(X))
-        deep(X).sum().backward()
+        x = X.to(accelerator.device)
+        assert torch.equal(deep(x), model(x))
+        deep(x).sum().backward()
         deep.zero_grad()
         read = pickle.loads(pickle.dumps(model))
         return [type(each).__name__ for each in (deep, shallow, read, torch.load(io.BytesIO(buffer.getvalue()), weights_only=False))]
@@ -122,7 +123,8 @@ def test_prepare_pickled(ranks: Any, world: int) -> None:
         twin = pickle.loads(pickle.dumps(model))
         again = Accelerator(mixed_precision="bf16").prepare(twin)
         plain = Accelerator().prepare(copy.deepcopy(pickle.loads(pickle.dumps(again))))
-        return torch.equal(again(X), model(X)), plain(X).dtype is torch.float32
+        x = X.to(accelerator.device)
+        return torch.equal(again(x), model(x)), plain(x).dtype is torch.float32
 
     assert ranks(world).run(run) == [(True, True)] * world
 
@@ -165,9 +167,9 @@ def test_accelerator(ranks: Any, world: int) -> None:
             assert twin._components.stepper.models == []
             model = small()
             model, optimizer = twin.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            twin.backward(model(X).float().sum())
+            twin.backward(model(X.to(twin.device)).float().sum())
             optimizer.step()
-            results.append(twin.gather(torch.tensor([twin.process_index])).tolist())
+            results.append(twin.gather(torch.tensor([twin.process_index], device=twin.device)).tolist())
             torch._dynamo.reset()
         return results
 

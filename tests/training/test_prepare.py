@@ -70,11 +70,11 @@ def test_state_dict_names(ranks: Any) -> None:
         after = torch.compile(accelerator.prepare(model(3)), backend="eager")
         assert list(net.state_dict()) == list(accelerator.get_state_dict(net)) == list(accelerator.get_state_dict(after)) == own
         net.load_state_dict(model(5).state_dict())
-        assert close(weights(accelerator.unwrap_model(net)), weights(model(5)))
+        assert close(weights(accelerator.unwrap_model(net)).cpu(), weights(model(5)))
         if accelerator.use_distributed:
             net.load_state_dict({f"module.{name}": value for name, value in model(6).state_dict().items()})
         assert type(accelerator.unwrap_model(net)) is torch.nn.Sequential
-        x = torch.ones(2, 3, dtype=torch.float64)
+        x = torch.ones(2, 3, dtype=torch.float64, device=accelerator.device)
         assert torch.equal(net(x), accelerator.unwrap_model(net)(x))
         torch._dynamo.reset()
         return True
@@ -131,7 +131,7 @@ def test_model_visible_through_wrapper(ranks: Any) -> None:
         assert inner.temperature == 2.0
         with pytest.raises(AttributeError, match="nothing_of_the_kind") as missing:
             net.nothing_of_the_kind  # noqa: B018
-        accelerator.backward(net.encode(torch.full((1, 2), float(accelerator.process_index))))
+        accelerator.backward(net.encode(torch.full((1, 2), float(accelerator.process_index), device=accelerator.device)))
         return inner.net.weight.grad[0, 0].item(), "unwrap_model" in str(missing.value)
 
     assert ranks(1).run(run)[0][0] == 0.0

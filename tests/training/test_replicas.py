@@ -41,7 +41,7 @@ def test_no_sync_and_trigger_sync(ranks: Any) -> None:
     def run() -> list[float]:
         accelerator = Accelerator()
         net = one_weight(accelerator)
-        x = torch.full((1, 1), float(accelerator.process_index))
+        x = torch.full((1, 1), float(accelerator.process_index), device=accelerator.device)
         seen = []
         with accelerator.no_sync(net):
             accelerator.backward(net(x).sum())
@@ -143,7 +143,7 @@ def test_clip_once_per_update(ranks: Any) -> None:
             net.bias.zero_()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
         net, optimizer = accelerator.prepare(net, optimizer)
-        data = torch.arange(24.0).reshape(8, 3) / 8
+        data = torch.arange(24.0, device=accelerator.device).reshape(8, 3) / 8
         norms = []
         for step in range(4):
             with accelerator.accumulate(net):
@@ -184,9 +184,10 @@ def test_precision_policy(ranks: Any) -> None:
             for upcast in (False, True):
                 accelerator = Accelerator(mixed_precision=precision, outputs_to_fp32=upcast)
                 net = accelerator.prepare(torch.nn.Linear(2, 2))
-                out = net(torch.ones(1, 2))
+                x = torch.ones(2, 2, device=accelerator.device)
+                out = net(x)
                 with accelerator.autocast():
-                    inside = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+                    inside = (x @ x).dtype
                 accelerator.backward(out.float().sum())
                 grads = {parameter.grad.dtype for parameter in net.parameters()}
                 assert grads == {accelerator.precision.param}

@@ -21,7 +21,7 @@ def curve(updates: int, steps: int = 1, **options: Any) -> list[float]:
     rates = []
     for _ in range(updates * steps):
         with accelerator.accumulate(net):
-            accelerator.backward(net(torch.ones(1, 1)).sum())
+            accelerator.backward(net(torch.ones(1, 1, device=accelerator.device)).sum())
             if accelerator.sync_gradients:
                 rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
@@ -85,7 +85,7 @@ def test_overflow_skips_schedule(ranks: Any) -> None:
         for number in range(3):
             bad = number == 1 and accelerator.process_index == 0
             before = accelerator.unwrap_model(net).weight.item()
-            accelerator.backward(net(torch.ones(1, 1)).float().sum() * (float("inf") if bad else 1.0))
+            accelerator.backward(net(torch.ones(1, 1, device=accelerator.device)).float().sum() * (float("inf") if bad else 1.0))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

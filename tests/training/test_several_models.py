@@ -31,7 +31,7 @@ def data(batches: int) -> torch.Tensor:
 
 
 def mine(x: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
-    return x.chunk(accelerator.num_processes)[accelerator.process_index]
+    return x.to(accelerator.device).chunk(accelerator.num_processes)[accelerator.process_index]
 
 
 def flat(nets: list[torch.nn.Module]) -> torch.Tensor:
@@ -108,13 +108,13 @@ def test_weights_per_model_block(ranks: Any, world: int) -> None:
             counted(accelerator, model, count)
         found = []
         with accelerator.accumulate(models[0]):  # one batch ahead of the other model
-            accelerator.backward(models[0](torch.ones(1, 1)).sum(), weight=1)
+            accelerator.backward(models[0](torch.ones(1, 1, device=accelerator.device)).sum(), weight=1)
             first.zero_grad()
         for number in range(1, 8):
             weight = number + 3 * accelerator.process_index
             for model, optimizer in zip(models, (first, second), strict=True):
                 with accelerator.accumulate(model):
-                    accelerator.backward(model(torch.full((weight, 1), float(number))).sum(), weight=weight)
+                    accelerator.backward(model(torch.full((weight, 1), float(number), device=accelerator.device)).sum(), weight=weight)
                     if accelerator.sync_gradients:
                         found.append(round(accelerator.unwrap_model(model).weight.grad.item(), 6))
                     optimizer.step()
@@ -143,7 +143,7 @@ def test_weights_of_two_models(ranks: Any, world: int, block: bool) -> None:
     def run() -> list[float]:
         accelerator = Accelerator()
         entry, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
-        x = torch.ones(4, 1)
+        x = torch.ones(4, 1, device=accelerator.device)
         if block:
             with accelerator.accumulate(entry, two):
                 accelerator.backward(entry(x).sum(), weight=4)
@@ -329,9 +329,9 @@ def test_no_sync_after_other_loss(ranks: Any) -> None:
 
     def run() -> list[float]:
         accelerator = Accelerator()
-        other = torch.nn.Linear(1, 1, bias=False)
+        other = torch.nn.Linear(1, 1, bias=False, device=accelerator.device)
         model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
-        x = torch.full((1, 1), 1.0 + accelerator.process_index)
+        x = torch.full((1, 1), 1.0 + accelerator.process_index, device=accelerator.device)
         found = []
         for block in (lambda: accelerator.no_sync(model), model.no_sync):
             with pytest.warns(UserWarning, match="reaches no parameter") if not found else nullcontext():
@@ -356,7 +356,7 @@ def test_forward_without_backward(ranks: Any) -> None:
     def run() -> Any:
         accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
         model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
-        x = torch.full((1, 1), 1.0 + accelerator.process_index)
+        x = torch.full((1, 1), 1.0 + accelerator.process_index, device=accelerator.device)
         found = []
         for _ in range(2):
             model(x)
@@ -439,7 +439,7 @@ def test_mean_and_weight_in_block(ranks: Any, world: int) -> None:
         accelerator = Accelerator(gradient_accumulation_steps=2)
         entry, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
         for number in (1.0, 3.0):
-            x = torch.full((2, 1), number)
+            x = torch.full((2, 1), number, device=accelerator.device)
             with accelerator.accumulate(entry, two):
                 accelerator.backward(entry(x).mean())
                 accelerator.backward(two(x).sum(), weight=2)
