@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from slipstream.big_models.empty_weights import init_empty_weights
 from slipstream.big_models.hooks.module_tensors import align_module_device, get_state_dict_offloaded_model
 from slipstream.checkpoint.model_io import save_model
 from slipstream.errors import StateError
-from slipstream.hooks import remove_hook_from_submodules
+from slipstream.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 
 MIXED = {**SPREAD, "blocks.1": "cpu", "blocks.2": "disk"}
 
@@ -343,3 +346,62 @@ def test_aligned_on_another_device(device: Any, tmp_path: Path) -> None:
     (outcome,) = device.outcomes(run)
     assert outcome.value == [("standin:0", True), ("standin:3", True), ("cpu", True), ("meta", True)], outcome.traceback
     assert "written to" not in outcome.output
+
+
+def test_family_without_number(device: Any) -> None:
+    """A family without a number is the current device, in maps and in hooks, as torch has it."""
+
+    def run() -> list[str]:
+        torch.standin.set_device(2)
+        mapped = dispatch_model(words(), {"": "standin"})
+        hooked = add_hook_to_module(words(), AlignDevicesHook("standin", place_submodules=True))
+        moved, _ = cpu_offload_with_hook(words(), "standin")
+        moved(IDS)
+        return [str(parameter.device) for model in (mapped, hooked, moved) for parameter in [model.head.weight]]
+
+    assert device.run(run) == [["standin:2"] * 3]
+
+
+def test_quantised_on_devices(device: Any) -> None:
+    """Weights of 8 bits are made on their devices, and compute there what they compute on the CPU."""
+
+    def run() -> tuple[Any, ...]:
+        from slipstream.big_models.quantization_config import TorchaoQuantizationConfig
+        from slipstream.big_models.quantize import load_and_quantize_model
+
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 7)).eval()
+        x = torch.randn(3, 64)
+        there = load_and_quantize_model(copy.deepcopy(plain), TorchaoQuantizationConfig(8), device_map={"0": 1, "1": 1, "2": 2, "3": 1})
+        alone = load_and_quantize_model(copy.deepcopy(plain), TorchaoQuantizationConfig(8))
+        host = load_and_quantize_model(plain, TorchaoQuantizationConfig(8), device_map={"": "cpu"})
+        with torch.no_grad():
+            wanted = host(x)
+            equal = torch.equal(there(x), wanted), torch.equal(alone(x.to("standin:0")).cpu(), wanted)
+        places = [str(layer.weight.device) for layer in (there[2], alone[2])]
+        return equal, [type(layer.weight).__name__ for layer in (there[0], alone[0])], places
+
+    assert device.run(run) == [((True, True), ["Int8Tensor"] * 2, ["standin:2", "standin:0"])]
+
+
+def test_visible_devices(standin: str) -> None:
+    """Budgets, estimates and maps know the devices that a process sees, by their numbers in it, and no others."""
+    code = """
+import os, torch
+from slipstream import dispatch_model
+from slipstream.big_models.estimate.report import measure_free_memory
+from slipstream.utils import get_max_memory
+print([key for key in get_max_memory()], get_max_memory()[1], list(measure_free_memory(os.environ)))
+print({str(parameter.device) for parameter in dispatch_model(torch.nn.Linear(2, 2), {"": 1}).parameters()})
+try:
+    dispatch_model(torch.nn.Linear(2, 2), {"": 2})
+except ValueError as error:
+    print(error)
+"""
+    variables = {**os.environ, "SLIPSTREAM_DEVICE": standin, "STANDIN_VISIBLE_DEVICES": "0,3", "SLIPSTREAM_STANDIN_MEMORY": "100000"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == [
+        "[0, 1, 'cpu'] 100000 ['standin:0', 'standin:1', 'cpu']",
+        "{'standin:1'}",
+        "device_map[''] is 2, and this machine has no such device. Write one of those that it has: 0, 1, 'cpu', 'disk'.",
+    ], done.stderr

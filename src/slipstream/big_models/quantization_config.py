@@ -245,8 +245,14 @@ class TorchaoConverter:
         layer.weight = nn.Parameter(layer.weight.detach().to(device, dtype), requires_grad=False)
         if layer.bias is not None:
             layer.bias = nn.Parameter(layer.bias.detach().to(device, dtype), requires_grad=False)
-        with silence_libraries():
-            self._library.quantize_(layer, self._how(device))
+        try:
+            with silence_libraries():
+                self._library.quantize_(layer, self._how(device))
+        except ImportError as error:  # kernels of some devices are in packages of their own
+            raise ConfigError(
+                f"torchao cannot make weights of {self._config.weight_bits} bits on {device} here: {error}. Install that package, or use "
+                "TorchaoQuantizationConfig(8) or a BnbQuantizationConfig."
+            ) from error
         return layer
 
     def _how(self, device: torch.device) -> Any:

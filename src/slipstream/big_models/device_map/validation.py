@@ -57,7 +57,7 @@ def parse_device_key(given: Any, where: str) -> Device:
 
 
 def resolve_device(given: Any, where: str) -> torch.device:
-    """Return a device of this machine; `where` names the argument in the error.
+    """Return a device of this machine; `where` names the argument in the error. A family without a number is its current device.
 
     >>> resolve_device("cpu", "execution_device")
     device(type='cpu')
@@ -76,7 +76,10 @@ def resolve_device(given: Any, where: str) -> torch.device:
         raise ConfigError(
             f"{where} is {given!r}, and this machine has no such device. Write one of those that it has: {', '.join(_known_devices())}."
         )
-    return torch.device(family.type, key) if isinstance(key, int) and family.indexed else torch.device(family.type)
+    if not isinstance(key, int) or not family.indexed:
+        return torch.device(family.type)
+    numbered = kind is None or ":" in str(given)
+    return torch.device(family.type, key if numbered else family.ask("current_device", default=0))
 
 
 def _known_devices() -> list[str]:

@@ -25,6 +25,7 @@ from slipstream.big_models.estimate.tensors import (
     read_config,
     read_tensors,
 )
+from slipstream.config import for_worker
 from slipstream.devices.count import count_without_torch
 from slipstream.devices.memory import available_memory
 from slipstream.devices.table import CPU
@@ -173,16 +174,17 @@ def _notes(settings: EstimateOptions, trains: bool) -> list[str]:
 
 
 def measure_free_memory(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the free bytes of each device of this machine; torch is imported if there are accelerators.
+    """Return the free bytes of each device here, of the family that options name if they do; torch is imported if there are accelerators.
 
     >>> list(measure_free_memory({}))[-1]
     'cpu'
     """
     found: dict[str, int] = {}
-    if count_without_torch(environ)[1]:
-        from slipstream.devices.table import best_family, device_for
+    config = for_worker()
+    if count_without_torch(environ, config.device.family, config.describe_device())[1]:
+        from slipstream.devices.table import default_family, device_for
 
-        family = best_family()
+        family = default_family()
         devices = [str(device_for(family, rank)) for rank in range(family.count())] if family is not CPU else []
         found = {device: free for device in devices if (free := available_memory(device)) is not None}
     return {**found, CPU.type: available_memory(CPU.type) or 0}
