@@ -128,7 +128,7 @@ def test_copies_reuse_memory(tmp_path: Path) -> None:
         assert accelerator._saver.arena._blocks[0] is memory
     for number in (3, 1, 2):
         accelerator.load_state(tmp_path / f"{number}")
-        assert torch.equal(model.weight, torch.full((300, 300), float(number)))
+        assert torch.equal(model.weight, torch.full_like(model.weight, float(number)))
 
 
 def test_script_ends_waits_for_last_save(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_nested_evaluation(tmp_path: Path, at: int) -> None:
     script = Script(tmp_path, saves=False)
     checkpoints = []
     for number, _ in enumerate(script.loader):
-        script.accelerator.backward(script.model(torch.ones(1, 3)).sum())
+        script.accelerator.backward(script.model(torch.ones(1, 3, device=script.accelerator.device)).sum())
         if number == at:
             for _ in script.test:
                 checkpoints.append(script.accelerator.save_state())

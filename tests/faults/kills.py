@@ -488,7 +488,7 @@ def spread(count: int, chance: random.Random, *, sharded: bool = False) -> list[
 
 
 def campaign(
-    pools: Callable[[int], RankPool],
+    pools: Callable[..., RankPool],
     folder: Path,
     kills: int,
     seed: int,
@@ -506,10 +506,10 @@ def campaign(
         chain.folder.mkdir(parents=True)
         chains.append(chain)
         for _ in range(each if number < len(chosen) - 1 else max(1, kills - done)):
-            chain.kill_once(pools(case.ranks))
+            chain.kill_once(pools(case.ranks, device="cpu"))
             done += 1
             progress(done)
-        chain.end(pools(case.ranks))
+        chain.end(pools(case.ranks, device="cpu"))
         if not chain.tally.troubles:
             shutil.rmtree(chain.folder)
     return chains
@@ -533,13 +533,13 @@ def table(chains: list[Chain]) -> str:
 
 
 @contextlib.contextmanager
-def _pools() -> Iterator[Callable[[int], RankPool]]:
+def _pools() -> Iterator[Callable[..., RankPool]]:
     with contextlib.ExitStack() as stack:
         made: dict[int, RankPool] = {}
 
-        def pool(size: int) -> RankPool:
+        def pool(size: int, device: str) -> RankPool:
             if size not in made:
-                made[size] = stack.enter_context(RankPool(size))
+                made[size] = stack.enter_context(RankPool(size, device))
             return made[size]
 
         yield pool

@@ -97,12 +97,13 @@ def resume(case: kills.Case, folder: Path) -> dict[str, Any]:
 def test_complete_checkpoint_survives(ranks: Any, tmp_path: Path, point: str, late: bool, behind: bool, world: int) -> None:
     """Wherever the rank is killed, a complete checkpoint is there, and all ranks resume from the newest complete one."""
     case = kills.Case(world, "limit 1", behind, False, "another", True)
-    ended = ranks(world).run(kills.in_child, train_and_die, case, tmp_path, point, late)
+    pool = ranks(world, device="cpu")  # a child that is forked cannot use a device
+    ended = pool.run(kills.in_child, train_and_die, case, tmp_path, point, late)
     assert [code for code, _ in ended] == [0] * (world - 1) + [-signal.SIGKILL], ended
     known = {path.name: describe_checkpoint(path) for _, path in numbered_checkpoints(tmp_path / "checkpoints")}
     complete = [name for name, found in known.items() if found is not None and found.has_all_ranks]
     assert complete[-1:] == (["checkpoint_2"] if point == "collect" else ["checkpoint_1"])  # its file lies beside the checkpoint
-    outcomes = ranks(world).outcomes(resume, case, tmp_path)
+    outcomes = pool.outcomes(resume, case, tmp_path)
     assert [outcome.value for outcome in outcomes] == [{"run": 1, "step": 3 if point == "collect" else 2, "random": True}] * world
     assert ("checkpoint_2 was passed over for checkpoint_1" in outcomes[0].output) == (point != "collect")
     assert [path.name for _, path in numbered_checkpoints(tmp_path / "checkpoints")] == ["checkpoint_3"]

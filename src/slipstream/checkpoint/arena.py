@@ -129,7 +129,8 @@ def _completion_event(device: torch.device) -> torch.Event | None:
 
 def _wait(events: Iterable[Any]) -> None:
     for event in events:
-        event.synchronize()
+        if not event.query():
+            event.synchronize()
 
 
 def _copy_bytes(pending: list[tuple[_Bytes, _Bytes]]) -> None:
