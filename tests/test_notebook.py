@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +151,46 @@ def test_one_process_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert seen == [(os.getpid(), "here", lock, "bf16")]
     assert os.environ["SLIPSTREAM_MIXED_PRECISION"] == ""
+
+
+_ON_A_DEVICE = """
+import torch
+from slipstream import notebook_launcher
+from slipstream.devices.memory import allocator_statistics, clear_device_cache
+from slipstream.devices.rng import capture
+from slipstream.errors import LaunchError
+from slipstream.testing import standin
+
+standin.enable()
+clear_device_cache(), allocator_statistics(), capture()
+print("started by looking:", torch.standin.is_initialized())
+weights = torch.ones(2, device="standin")
+
+def train(own=None):
+    from slipstream import PartialState
+    state = PartialState()
+    print(state.device, state.reduce(torch.ones(1, device=state.device)).item(), own is not None)
+
+print("in use:", torch.standin.is_initialized())
+notebook_launcher(train, num_processes=2, output="all")
+notebook_launcher(train, num_processes=1)
+try:
+    notebook_launcher(train, (weights,), num_processes=2)
+except LaunchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.launched
+def test_device_in_use(standin: str) -> None:
+    """A notebook that uses a device starts processes on it: it is not forked. What is in its memory cannot be sent, and is named."""
+    done = subprocess.run([sys.executable, "-c", _ON_A_DEVICE], capture_output=True, text=True, timeout=100, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["started by looking: False", "in use: True"]
+    assert sorted(lines[2:4]) == ["[rank 0] standin:0 2.0 False", "[rank 1] standin:1 2.0 False"]
+    assert lines[4] == "standin:0 1.0 False", "one process runs in the notebook itself"
+    assert lines[5].startswith("notebook_launcher cannot send args[0] to other processes: it is on standin:0, in the memory of this process")
+
 
 
 @pytest.mark.launched

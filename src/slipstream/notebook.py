@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn
 from slipstream.config import OPTIONS, Config, resolve
 from slipstream.config.sources import environment, patch_environment
 from slipstream.devices.count import count_without_torch, launch_facts
-from slipstream.devices.table import CPU
+from slipstream.devices.table import CPU, FAMILIES
 from slipstream.distributed.cluster import detect
 from slipstream.errors import ConfigError, LaunchError, SlipstreamError, StateError
 from slipstream.launch.function_launcher import launch_function
@@ -149,6 +149,9 @@ def _launch(
 def _config(options: dict[str, object], caller: str, folder: str, *, everything: bool) -> Config:
     """Return the configuration. Rank 0 writes to the cell directly, which keeps progress bars whole; the others write to files."""
     config = resolve(constructor=options, caller=caller)
+    enabled = next((family.type for family in FAMILIES if family.on_request and family.is_loaded() and family.is_available()), None)
+    if config.device.family is None and enabled is not None:  # the processes compute where the notebook does
+        config = config.replace(caller=caller, device=enabled)
     if config.launch.log_dir is not None or config.origin("tee").kind != "default":
         return config  # the user has chosen where output goes
     others = ",".join(f"{rank}:3" for rank in range(1, config.launch.num_processes or 1))
