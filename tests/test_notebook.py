@@ -189,7 +189,7 @@ def test_device_in_use(standin: str) -> None:
     assert lines[:2] == ["started by looking: False", "in use: True"]
     assert sorted(lines[2:4]) == ["[rank 0] standin:0 2.0 False", "[rank 1] standin:1 2.0 False"]
     assert lines[4] == "standin:0 1.0 False", "one process runs in the notebook itself"
-    assert lines[5].startswith("notebook_launcher cannot send args[0] to other processes: it is on standin:0, in the memory of this process")
+    assert lines[5].startswith("notebook_launcher cannot send args[0] to other processes: it is on standin:0, in the memory of this")
 
 
 
