@@ -73,8 +73,8 @@ Launch = Callable[..., str]
 def launch(tmp_path: Path) -> Launch:
     """`launch(script, 2, "--epochs", 3)`: run a script (a path, or its text) through `accelerate launch` and return what it wrote.
 
-    `options` come before the script, `environ` is added to the environment. A failure of the script fails the test with its output; with
-    `fails=True` success does.
+    `options` come before the script, `environ` is added to the environment. It runs on the CPU unless `environ` names a device. A failure
+    of the script fails the test with its output; with `fails=True` success does.
     """
 
     def run(
@@ -89,7 +89,8 @@ def launch(tmp_path: Path) -> Launch:
         if not isinstance(script, Path):
             source, script = script, tmp_path / "script.py"
             script.write_text(textwrap.dedent(source), encoding="utf-8")
-        started_by = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", num_processes, *options]
+        place = () if environ and "SLIPSTREAM_DEVICE" in environ else ("--cpu",)
+        started_by = [sys.executable, "-m", "accelerate.commands.launch", *place, "--num_processes", num_processes, *options]
         words = [str(word) for word in (*started_by, script, *arguments)]
         ended = subprocess.run(
             words,
