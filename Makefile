@@ -23,6 +23,7 @@ help:
 	@echo "make test-ecosystem  transformers, peft, trl, diffusers, lm-eval and Lightning on the drop-in, in an environment of their own (.venv-ecosystem)"
 	@echo "make standin  build the stand-in accelerator, on which accelerator code is tested (make test does it too)"
 	@echo "make mutations  plant thirty mistakes with accelerators, one at a time, and list which tests notice them (an hour)"
+	@echo "make test-standin  every test of several processes, on the stand-in accelerator instead of the CPU"
 	@echo "make quick    the tests that start no processes"
 	@echo "make check    ruff, mypy, and the shape of the tree"
 	@echo "make bench    measure against plain torch and accelerate, side by side"
@@ -41,6 +42,9 @@ standin: $(INSTALLED)
 
 mutations: standin
 	$(BIN)/python tests/faults/device_mutations.py
+
+test-standin: standin
+	$(BIN)/python -m pytest $(WORKERS) --device standin -m ranks
 
 # The drop-in goes to a folder that only its own tests have on their path: the development environment has no `accelerate`.
 dropin: $(DROPIN_INSTALLED)
