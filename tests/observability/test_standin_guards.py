@@ -151,3 +151,45 @@ def test_end_reads_all(ranks: Any) -> None:
 
     main, *_ = ranks(4, device="standin").run(run)
     assert main == [(2, 3, "the loss is nan")]
+
+
+def test_failing_process_does_not_wait(ranks: Any) -> None:
+    """A process that fails leaves at once, however much is queued on its device: that work may wait for ranks that are gone."""
+
+    def run() -> Any:
+        accelerator, guards = guarded(GuardKwargs(), [LedgerKwargs(interval=60.0, summary=False)])
+        ledger = accelerator._components.ledger
+        net = network()
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        for number in range(4):
+            accelerator.backward(net(batch(number)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        with delayed(copies=1.0):
+            arriving = torch.ones(4).pin_memory().to(accelerator.device, non_blocking=True)
+            began = time.perf_counter()
+            ledger.leave()
+            took = time.perf_counter() - began
+        return took, ledger.report().steps, arriving.sum().item(), guards.reporter.reported
+
+    [(took, steps, _, reported)] = ranks(1, device="standin").run(run)
+    assert took < 0.5, "the device was busy for a second"
+    assert steps == 4, "what it had passed is in the report"
+    assert reported == []
+
+
+def test_finding_asks_once(ranks: Any) -> None:
+    """To say where a NaN is, a device is asked once for all gradients, and once for all weights."""
+
+    def run() -> Any:
+        accelerator, guards = guarded(GuardKwargs(**QUIET), [LedgerKwargs(interval=60.0, summary=False)])
+        net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(20)))
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        accelerator.backward(net(torch.full((1, 3), math.nan, device=accelerator.device)).mean())
+        torch.standin.reset_counters()
+        clause = guards._where()
+        return clause, torch.standin.counters().synchronizations
+
+    assert ranks(1, device="standin").run(run) == [
+        ("; the gradient nearest to the loss that is nan now is 19.weight (20 of 40 are)", 1)
+    ]

@@ -355,18 +355,18 @@ class Guards:
 
     def _where(self) -> str:
         """Return which parameters are not finite now, as a clause; empty if there are none."""
-        from slipstream.observability.guards.non_finite import find_non_finite
+        from slipstream.observability.guards.non_finite import iter_non_finite
 
         named = [pair for model in getattr(self._stepper(), "models", ()) for pair in reversed(list(model.original.named_parameters()))]
         gradients = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
         weights: list[tuple[str, torch.Tensor]] = [(name, parameter.detach()) for name, parameter in named]
         for what, entries in (("gradient", gradients), ("weight", weights)):
-            found = find_non_finite(entries)
-            if found is not None:
-                bad = sum(1 for pair in entries if find_non_finite([pair]))
+            found = list(iter_non_finite(entries))
+            if found:
+                (name, word), bad = found[0], len(found)
                 if bad == len(entries) and bad > 1:
                     return f"; by now every {what} is nan or infinite, so the parameter where it began cannot be named"
-                return f"; the {what} nearest to the loss that is {found[1]} now is {found[0]} ({bad} of {len(entries)} are)"
+                return f"; the {what} nearest to the loss that is {word} now is {name} ({bad} of {len(entries)} are)"
         return ""
 
     def _examine_scaled(self, step: int | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from slipstream.training.stepper import PreparedModel
 
 __all__ = [
-    "BackwardOrder", "SKIP_STREAK", "UpdateGuard", "all_finite", "classify_non_finite", "find_non_finite", "make_scaler_finding",
-    "to_floats",
+    "BackwardOrder", "SKIP_STREAK", "UpdateGuard", "all_finite", "classify_non_finite", "find_non_finite", "iter_non_finite",
+    "make_scaler_finding", "to_floats",
 ]
 
 
@@ -57,10 +57,22 @@ def find_non_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[s
     >>> find_non_finite([("weight", torch.ones(1)), ("bias", torch.tensor([float("inf")]))])
     ('bias', 'infinite')
     """
-    for name, tensor in named:
-        if tensor is not None and (word := classify_non_finite(tensor)):
-            return name, word
-    return None
+    return next(iter_non_finite(named), None)
+
+
+def iter_non_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> Iterator[tuple[str, str]]:
+    """Yield each name whose tensor is not finite, with "nan" or "infinite". A device is asked once for all of its tensors.
+
+    >>> [name for name, _ in iter_non_finite([("weight", torch.tensor([float("nan")])), ("bias", torch.ones(1)), ("none", None)])]
+    ['weight']
+    """
+    entries = [(name, _local_entries(tensor)) for name, tensor in named if tensor is not None]
+    on_device = [(name, tensor) for name, tensor in entries if not tensor.is_cpu]
+    words = iter(list(map(_word_of, to_floats(_largest([tensor for _, tensor in on_device])))) if on_device else ())
+    for name, tensor in entries:
+        word = classify_non_finite(tensor) if tensor.is_cpu else next(words)
+        if word:
+            yield name, word
 
 
 def classify_non_finite(tensor: torch.Tensor) -> str:

@@ -166,6 +166,10 @@ class StoreExchange(StoreMessages):
 
 
 _MATRIX_SIZE = 768
+_SHORT_PRODUCT = 0.001
+"""Seconds of a product below which larger ones are measured."""
+_LARGE_SIZE = 2048
+_QUEUED_PRODUCTS = 8
 _REPEATS = 5
 _TIME_LIMIT = 0.2
 """Seconds after which no further product is begun."""
@@ -204,18 +208,31 @@ class FlopCount:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
-    """Return operations per second of a product of matrices on this device: the best of a few."""
-    factor = torch.ones((_MATRIX_SIZE, _MATRIX_SIZE), device=device, dtype=dtype or torch.get_default_dtype())
+    """Return operations per second of products of matrices on this device: the best of a few.
+
+    Where one product takes less than a millisecond, starting and waiting would be most of it: then several larger ones are queued.
+    """
+    seconds = _time_products(device, dtype, _MATRIX_SIZE, 1)
+    if seconds >= _SHORT_PRODUCT:
+        return 2.0 * _MATRIX_SIZE**3 / seconds
+    return 2.0 * _LARGE_SIZE**3 * _QUEUED_PRODUCTS / _time_products(device, dtype, _LARGE_SIZE, _QUEUED_PRODUCTS)
+
+
+def _time_products(device: torch.device, dtype: torch.dtype | None, size: int, count: int) -> float:
+    """Return the seconds of so many products of square matrices, one after the other: the least of a few attempts."""
+    factor = torch.ones((size, size), device=device, dtype=dtype or torch.get_default_dtype())
+    product: Any = torch.empty_like(factor)
     best, first = float("inf"), time.perf_counter()
     with torch.no_grad():
         for _ in range(_REPEATS):
             began = time.perf_counter()
             if began - first > _TIME_LIMIT:
                 break
-            product: Any = factor @ factor
+            for _ in range(count):
+                torch.mm(factor, factor, out=product)
             product[0, 0].item()  # waits for the device
             best = min(best, time.perf_counter() - began)
-    return 2.0 * _MATRIX_SIZE**3 / best
+    return best
 
 
 _RANKS_PER_INTERVAL = 16
