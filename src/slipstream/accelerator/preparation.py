@@ -26,7 +26,7 @@ from slipstream.devices.table import CPU
 from slipstream.distributed import collectives
 from slipstream.errors import ConfigError, StateError
 from slipstream.parallel.compile import compile_in_place, compile_model
-from slipstream.training.optimizer import AcceleratedOptimizer
+from slipstream.training.optimizer import AcceleratedOptimizer, move_state
 from slipstream.training.scheduler import AcceleratedScheduler
 from slipstream.training.stepper import time_forward
 
@@ -166,7 +166,7 @@ class PreparationMixin(AcceleratorBase):
                 "prepare the original optimizer (or a new one), not the one that the other returned"
             )
         if self._moves_to_device(device_placement) and optimizer.state and components.state.device.type != CPU.type:
-            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the device of the parameters
+            move_state(optimizer)
         components.strategy.map_optimizer(optimizer)
         prepared = self._wrap_optimizer(optimizer)
         components.registry.optimizers.append(prepared)

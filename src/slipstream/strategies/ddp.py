@@ -467,6 +467,7 @@ class DDPStrategy(Strategy):
             return model  # nothing to average: torch refuses to wrap it
         if isinstance(before, Replicated) and before._is_current() and before.trained == _trained_identities(model):
             return before
+        self._check_device(model)
         devices = [self._device.index] if self._device.index is not None else None
         layout = {
             name: f"{list(parameter.shape)} {parameter.dtype} trained: {parameter.requires_grad}"
@@ -485,6 +486,15 @@ class DDPStrategy(Strategy):
             replicated.show_buckets(self._look)
         self._options.register_comm_hook(replicated)
         return replicated
+
+    def _check_device(self, model: torch.nn.Module) -> None:
+        """Raise for a model on another device than that of this process, to which torch brings the inputs."""
+        for name, parameter in model.named_parameters():
+            if parameter.device != self._device:
+                raise ConfigError(
+                    f"parameter {name} of {type(model).__name__} is on {parameter.device}, but this process computes on {self._device}: "
+                    "leave device_placement on, or move the whole model there before prepare"
+                )
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         model = getattr(model, "_orig_mod", model)

@@ -18,7 +18,7 @@ from slipstream.errors import StateError
 from slipstream.observability.timing.meter import OPTIMIZER
 from slipstream.training.stepper import PreparedModel, Stepper, run_timed
 
-__all__ = ["AcceleratedOptimizer", "OptimizerLink", "move_to_device"]
+__all__ = ["AcceleratedOptimizer", "OptimizerLink", "move_state", "move_to_device"]
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
@@ -28,6 +28,21 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
     {'step': 1, 'moments': [tensor([1.])]}
     """
     return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+def move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move the state of an optimizer to the devices of its parameters, in the dtypes that it has.
+
+    A count of steps stays on the host unless the optimizer computes with it on the device, as in torch. (torch's own way to move a state,
+    `load_state_dict`, casts it to the dtype of the parameters.)
+    """
+    for group in optimizer.param_groups:
+        counts_on_device = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if name != "step" or counts_on_device:
+                    state[name] = move_to_device(value, parameter.device)
 
 
 # torch internals: whether a profiler runs (torch 2.13); there is no public way to ask. tests/observability/test_profiler.py notices.

@@ -77,6 +77,12 @@ def is_initialized() -> bool:
     return bool(_extension.is_initialized())
 
 
+def __getattr__(name: str) -> Any:
+    if name == "_initialized":  # torch's activation checkpointing asks for it, and keeps random states only where it is true
+        return is_initialized()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _is_in_bad_fork() -> bool:
     return bool(_extension.is_in_bad_fork())
 
