@@ -63,6 +63,7 @@ _COLLECTIVES = "tests/distributed/test_standin_collectives.py"
 _DISPATCH = "tests/big_models/test_standin_dispatch.py"
 _TRANSFER = "tests/big_models/test_standin_transfer.py"
 _CHECKPOINTS = "tests/checkpoint/test_standin_checkpoints.py"
+_RECORDING = "tests/observability/test_standin_recording.py"
 _LATE = "tests/devices/test_late_read.py"
 
 MUTATIONS = (
@@ -132,9 +133,9 @@ MUTATIONS = (
         (_TRAINING,), ("tests/precision/test_autocast.py", "tests/precision/test_amp.py"),
     ),
     Mutation(
-        "loss scale of the host", "the loss scaler keeps its scale on the CPU",
-        "precision/scaler.py", "torch.amp.GradScaler(\n            device_type,", 'torch.amp.GradScaler(\n            "cpu",',
-        (_TRAINING, _COSTS), ("tests/precision/test_scaler.py", "tests/precision/test_amp.py"),
+        "loss scale on the host", "the change of the loss scale, by which waiting gradients are multiplied, is computed on the host",
+        "precision/scaler.py", "one = torch.ones((), device=self._device_type)", "one = torch.ones(())",
+        (_COSTS, _TRAINING), ("tests/precision/test_scaler.py", "tests/precision/test_amp.py"),
     ),
     # -- random states
     Mutation(
@@ -195,7 +196,7 @@ MUTATIONS = (
     Mutation(
         "device clock not waited for", "the last steps of a run are missing from its ledger: the device had not passed them",
         "observability/timing/ledger.py", "                self._clock.wait()\n", "                pass\n",
-        (_GUARDS,), ("tests/observability/test_ledger.py", "tests/observability/test_ledger_ranks.py"),
+        (_RECORDING, _GUARDS), ("tests/observability/test_ledger.py", "tests/observability/test_ledger_ranks.py"),
     ),
     # -- waits that cost time
     Mutation(
