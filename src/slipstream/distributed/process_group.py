@@ -534,7 +534,9 @@ class Runtime(ProcessGroupManager):
         channel.meters = self.meters
         return channel
 
-    def watch(self, kind: str, limits: Limits | None = None, settings: GroupSettings | None = None) -> NullWatchdog:
+    def watch(
+        self, kind: str, limits: Limits | None = None, settings: GroupSettings | None = None, *, point_to_point: bool = False
+    ) -> NullWatchdog:
         """Return a context for sections in which torch's own collectives run ("backward"); see `distributed/watchdog.py`.
 
         >>> with Runtime(Process()).watch("backward"):
@@ -543,7 +545,8 @@ class Runtime(ProcessGroupManager):
         if self.process.world_size == 1:
             return NullWatchdog()
         limits = limits or self.limits
-        return TorchCollectiveWatchdog(kind, limits, lambda: self.group_channel(limits, settings, usable=True))
+        channel = partial(self.group_channel, limits, settings, usable=True)
+        return TorchCollectiveWatchdog(kind, limits, channel, point_to_point=point_to_point)
 
     def wait_for_everyone(self) -> None:
         """Wait for all processes, with the default limits."""

@@ -63,10 +63,12 @@ class TorchCollectiveWatchdog(NullWatchdog):
     """A kind of section, created once and entered any number of times in succession, by the thread that calls collectives.
 
     `channel` returns the present generation of the group, and opens one if there is none. It is called at the first entry, and at the
-    first one after a generation has ended.
+    first one after a generation has ended. `point_to_point`: the section sends and receives, which not every backend counts as
+    collectives of the group.
     """
 
-    def __init__(self, kind: str, limits: Limits, channel: Callable[[], GroupChannel]) -> None:
+    def __init__(self, kind: str, limits: Limits, channel: Callable[[], GroupChannel], *, point_to_point: bool = False) -> None:
+        self._least_ops = int(point_to_point)
         self.since = 0.0
         self.ask_after = 0.4 * min(limits.hang_warning or limits.timeout, limits.timeout)
         self._kind = kind
@@ -201,7 +203,7 @@ class TorchCollectiveWatchdog(NullWatchdog):
             sections_since_call=heartbeat.sections_since_call,
             watched=True,
             number=number,
-            torch_ops=self._count_torch_ops() - self._torch_ops_before if waiting else 0,
+            torch_ops=max(self._least_ops, self._count_torch_ops() - self._torch_ops_before) if waiting else 0,
             torch_ops_since_call=heartbeat.torch_ops_since_call,
             on_device=on_device,
         )

@@ -66,7 +66,7 @@ class Pipeline:
         self._cut: dict[str, tuple[bool, ...]] = {}
         self._readings: dict[str, tuple[bool, ...]] = {}
         self._programs: dict[str, _StageProgram] = {}
-        self._watch = state.runtime.watch(_STEP, state.limits)
+        self._watch = state.runtime.watch(_STEP, state.limits, point_to_point=True)
         self._logger = get_logger(__name__)
 
     # -- programs -------------------------------------------------------------------------------------------------
