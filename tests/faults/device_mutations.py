@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer state left", "the state of an optimizer that has made steps is not moved with its parameters",
-        "accelerator/preparation.py", "            optimizer.load_state_dict(optimizer.state_dict())  #", "            pass  #",
+        "accelerator/preparation.py", "            move_state(optimizer)\n", "            pass\n",
         (_TRAINING,), ("tests/training/test_prepare.py", "tests/training/test_several_models.py"),
     ),
     Mutation(
