@@ -73,14 +73,18 @@ def test_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 device.host.nap("", asked)
                 device.work(work)
         device.host.nap("", 2)
+        meter.losses.append((meter.step, 0.5))
         meter.tick()
         meter.end_step()
     ledger.settle()
     assert windows[0].steps == 0, "the device has not come to the end of the first step: nobody waits for it"
+    assert (windows[0].losses, windows[0].limit) == ([], 0), "it may not have computed them"
     device.host.nap("", 1000)
     ledger.settle()
     rows = windows[1].rows
     assert len(rows) == 3
+    assert windows[1].losses == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert windows[1].passed
     assert rows[1, [FORWARD, BACKWARD, EXPOSED, OPTIMIZER]] == pytest.approx([0.020, 0.040, 0.010, 0.005])
     assert rows[:, :PHASES].sum() == pytest.approx(3 * 0.075 + 0.001), "on the device, from the first mark on"
     assert rows[0, TOKENS] == 0
