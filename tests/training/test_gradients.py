@@ -44,8 +44,8 @@ def train(
     return weights(accelerator.unwrap_model(net)), updates[:-1]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_uneven_data_matches_one_process(ranks: Any, world: int) -> None:
+@pytest.mark.parametrize(("world", "device"), [*((world, None) for world in WORLDS), (2, "standin")])
+def test_uneven_data_matches_one_process(ranks: Any, world: int, device: str | None) -> None:
     """Uneven data gives the updates of one process.
 
     Every sample counts once, however many ranks, batches and windows share them.
@@ -56,7 +56,7 @@ def test_uneven_data_matches_one_process(ranks: Any, world: int) -> None:
         config = DataLoaderConfiguration(even_batches=False, data_seed=5)
         return [train(*case, epochs=2, zero_first=bool(i % 2), dataloader_config=config) for i, case in enumerate(cases)]
 
-    outcomes = ranks(world).run(run)
+    outcomes = ranks(world, device=device).run(run)
     for number, (count, _, _) in enumerate(cases):
         per_rank = [outcome[number] for outcome in outcomes]
         batches = [list(itertools.chain.from_iterable(parts)) for parts in zip(*(updates for _, updates in per_rank), strict=True)]
@@ -107,8 +107,8 @@ def test_last_short_window(ranks: Any, world: int) -> None:
     assert ranks(world).run(run) == [[1.0, 1.0]] * world
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_weighted_loss_matches_big_batch(ranks: Any, world: int) -> None:
+@pytest.mark.parametrize(("world", "device"), [*((world, None) for world in WORLDS), (2, "standin")])
+def test_weighted_loss_matches_big_batch(ranks: Any, world: int, device: str | None) -> None:
     """A loss with its weight gives the gradient of one big batch.
 
     Sums over tokens, of different numbers on every rank and in every batch.
@@ -143,7 +143,7 @@ def test_weighted_loss_matches_big_batch(ranks: Any, world: int) -> None:
             net(x).square().mean().backward()
             optimizer.step()
         expected.append(weights(net))
-    for outcome in ranks(world).run(run):
+    for outcome in ranks(world, device=device).run(run):
         assert all(close(entry, other) for entry, other in zip(outcome, expected, strict=True))
 
 

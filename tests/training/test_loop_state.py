@@ -120,13 +120,13 @@ def cut_everywhere(batches: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_loop_resumes_bit_for_bit(ranks: Any, world: int) -> None:
+@pytest.mark.parametrize(("world", "device"), [(1, None), (2, None), (2, "standin")])
+def test_loop_resumes_bit_for_bit(ranks: Any, world: int, device: str | None) -> None:
     """A loop cut after any batch continues bit for bit.
 
     Accumulation of 4, means and weighted sums, and fp16 with overflows and a growing scale.
     """
-    assert ranks(world).run(lambda: cut_everywhere(11)) == [[]] * world
+    assert ranks(world, device=device).run(lambda: cut_everywhere(11)) == [[]] * world
 
 
 def test_gradients_saved_when_needed() -> None:
