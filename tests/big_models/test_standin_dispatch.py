@@ -15,10 +15,17 @@ import pytest
 import torch
 from offloaded_models import BLOCK, IDS, SPREAD, Words, words
 
-from slipstream import cpu_offload_with_hook, dispatch_model, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from slipstream import Accelerator, cpu_offload_with_hook, dispatch_model, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from slipstream.big_models.device_map.plan import get_max_memory
 from slipstream.big_models.empty_weights import init_empty_weights
+from slipstream.big_models.hooks.attachment import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_layerwise_casting_hooks,
+)
 from slipstream.big_models.hooks.module_tensors import align_module_device, get_state_dict_offloaded_model
+from slipstream.big_models.weight_store.offload_folder import offload_state_dict
+from slipstream.big_models.weight_store.weights import OffloadedWeightsLoader
 from slipstream.checkpoint.model_io import save_model
 from slipstream.errors import StateError
 from slipstream.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
@@ -405,3 +412,103 @@ except ValueError as error:
         "{'standin:1'}",
         "device_map[''] is 2, and this machine has no such device. Write one of those that it has: 0, 1, 'cpu', 'disk'.",
     ], done.stderr
+
+
+def test_loading_takes_no_host_memory(device: Any, tmp_path: Path) -> None:
+    """A load to devices copies from the pages of the file: no weight is in memory of the host, not even for a moment."""
+
+    def run() -> int:
+        from torch._C._profiler import _EventType
+        from torch.profiler import ProfilerActivity, profile
+
+        save_model(words(), tmp_path)
+        with init_empty_weights():
+            model = Words()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            load_checkpoint_and_dispatch(model, tmp_path, SPREAD)
+        waiting = list(recorded.profiler.kineto_results.experimental_event_tree())
+        sizes = [0]
+        while waiting:
+            event = waiting.pop()
+            waiting += event.children
+            if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+                sizes.append(event.extra_fields.alloc_size)
+        return max(sizes)
+
+    assert device.run(run)[0] < 4096  # the smallest weight matrix has 8192 bytes
+
+
+def test_hooks_on_every_layer(device: Any) -> None:
+    """Hooks that others attach, over a mapping: on each module, and on named blocks with their devices."""
+
+    def run() -> list[tuple[bool, str]]:
+        plain = words()
+        wanted, found = plain(IDS).detach(), []
+        layers, blocks, lone = (copy.deepcopy(plain) for _ in range(3))
+        attach_align_device_hook(layers, execution_device="standin:1", offload=True)
+        devices = {"embed": 0, "blocks": 2, "head": 0}
+        offloaded = {"embed": False, "blocks": True, "head": False}
+        attach_align_device_hook_on_blocks(blocks, devices, offloaded, weights_map=blocks.state_dict(), offload_buffers=True)
+        add_hook_to_module(lone, AlignDevicesHook(3, offload=True, io_same_device=True, place_submodules=True))
+        with torch.no_grad():
+            for model in (layers, blocks, lone):
+                output = model(IDS)
+                found.append((torch.equal(output.cpu(), wanted), f"{output.device} {model.blocks[0].up.weight.device}"))
+        return found
+
+    assert device.run(run) == [[(True, "standin:1 meta"), (True, "cpu meta"), (True, "cpu meta")]]
+
+
+def test_layerwise_casting(device: Any) -> None:
+    """Weights are kept in 8 bits and computed with in 32 on the device, as on the CPU, and without a wait."""
+
+    def run() -> tuple[bool, set[Any], int]:
+        host = words(tied=False)
+        there, given = copy.deepcopy(host).to("standin:1"), IDS.to("standin:1")
+        for model in (host, there):
+            attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, skip_modules_classes=(torch.nn.Embedding,))
+        torch.standin.reset_counters()
+        output = there(given)
+        waits = torch.standin.counters().synchronizations
+        layers = {(str(layer.weight.device), layer.weight.dtype) for block in there.blocks for layer in (block.up, block.down)}
+        return torch.equal(output.cpu(), host(IDS)), layers, waits
+
+    assert device.run(run) == [(True, {("standin:1", torch.float8_e4m3fn)}, 0)]
+
+
+def test_offload_folder_from_device(device: Any, tmp_path: Path) -> None:
+    """Weights on a device can be written to an offload folder, and come back from it."""
+
+    def run() -> bool:
+        plain = words()
+        offload_state_dict(tmp_path, copy.deepcopy(plain).to("standin:2").state_dict())
+        weights = OffloadedWeightsLoader(save_folder=tmp_path)
+        return all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+
+    assert device.run(run) == [True]
+
+
+def test_prepared_with_device_map(device: Any, tmp_path: Path) -> None:
+    """A model that `prepare` dispatches trains what is on the device through what is offloaded, and its checkpoint has all weights."""
+
+    def run() -> tuple[Any, ...]:
+        plain = words(tied=False)
+        plain.blocks.requires_grad_(False)
+        accelerator = Accelerator()
+        placed = {"embed": 0, "blocks.0": "cpu", "blocks.1": "disk", "blocks.2": 1, "blocks.3": 1, "head": 0}
+        model = accelerator.prepare(copy.deepcopy(plain), device_map=placed, offload_folder=tmp_path / "weights")
+        optimizers = [torch.optim.SGD([m.embed.weight, m.head.weight], lr=0.1) for m in (plain, model)]
+        optimizers[1] = accelerator.prepare(optimizers[1])
+        for _ in range(3):
+            plain(IDS).square().mean().backward()
+            accelerator.backward(model(IDS.to(accelerator.device)).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_model(model, tmp_path / "saved")
+        other = Words(tied=False).eval()
+        load_checkpoint_in_model(other, tmp_path / "saved")
+        equal = all(torch.equal(value, other.state_dict()[name]) for name, value in plain.state_dict().items())
+        return equal, accelerator.verify_device_map(model), str(model.embed.weight.device), str(model.blocks[2].scale.device)
+
+    assert device.run(run) == [(True, True, "standin:0", "standin:1")]

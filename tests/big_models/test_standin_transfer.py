@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from offloaded_models import IDS, LAYER, SIDE, stack, words
 from slipstream import cpu_offload, disk_offload, infer_auto_device_map, layer_major
 from slipstream.big_models.dispatch import dispatch_model
 from slipstream.big_models.hooks.forward_hooks import get_hooks
+from slipstream.big_models.layer_major import find_weight_stores
+from slipstream.big_models.weight_store import store
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def test_next_block_copied_while_one_runs(device: Any) -> None:
     assert not streams
 
 
-@pytest.mark.parametrize("kind", ["cpu", "disk"])
+@pytest.mark.parametrize("kind", ["cpu", "disk", "limit", "direct"])
 def test_results_with_late_copies(device: Any, tmp_path: Path, kind: str) -> None:
     """Blocks of all sizes, copied late: none is used too early, and no buffer is filled or given away too early."""
 
@@ -71,15 +74,23 @@ def test_results_with_late_copies(device: Any, tmp_path: Path, kind: str) -> Non
         plain, inputs = torch.nn.Sequential(*layers), [torch.randn(3, 8) for _ in range(3)]
         wanted = [plain(x).detach() for x in inputs]
         model = copy.deepcopy(plain)
-        model = cpu_offload(model, 1) if kind == "cpu" else disk_offload(model, tmp_path, execution_device=1)
+        if kind == "cpu":
+            cpu_offload(model, 1)
+        else:  # within the limit two blocks at a time, read with direct I/O if memory is scarce
+            disk_offload(model, tmp_path, execution_device=1, limit=None if kind == "disk" else 26_000)
+        free = store.host_memory
+        if kind == "direct":
+            store.host_memory = lambda: SimpleNamespace(available=0)
         torch.standin.set_delay(copies=0.01)
         try:
             with torch.no_grad():
-                return [torch.equal(model(x), value) for x, value in zip(inputs, wanted, strict=True)]
+                equal = [torch.equal(model(x), value) for x, value in zip(inputs, wanted, strict=True)]
+            return [*equal, any(found.reads_directly for found in find_weight_stores(model))]
         finally:
             torch.standin.set_delay(copies=0)
+            store.host_memory = free
 
-    assert device.run(run) == [[True] * 3]
+    assert device.run(run) == [[True] * 3 + [kind == "direct"]]
 
 
 class Shown(torch.nn.Module):
