@@ -707,3 +707,17 @@ def test_launched(tmp_path, words):
     environment = "TorchElasticEnvironment" if words else "LightningEnvironment"
     assert [entry[:2] for entry in found] == [("0", environment), ("1", environment)], done.stdout
     assert found[0][2] == found[1][2]
+
+
+def test_precision_of_other_devices() -> None:
+    """Mixed precision is that of the device of the strategy; Lightning's plugin says CUDA for every accelerator that it does not know."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from slipstream.integrations.lightning.precision import replace_precision
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = MixedPrecision("bf16-mixed", device="cuda")
+    ours = replace_precision(theirs, None, "cpu")
+    with ours.forward_context():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16

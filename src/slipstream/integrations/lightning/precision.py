@@ -140,7 +140,7 @@ def replace_precision(plugin: Any, asked: str | None, device_type: str) -> Any:
     ours = SlipstreamFabricPrecision if not isinstance(plugin, Precision) else SlipstreamPrecision
     if type(plugin) in (MixedPrecision, FabricMixedPrecision):
         scale = plugin.scaler.state_dict() if plugin.scaler is not None else None
-        return ours(PRECISIONS[plugin.precision], plugin.device, scale)
+        return ours(PRECISIONS[plugin.precision], device_type, scale)  # Lightning takes every accelerator that it does not know for CUDA
     if asked not in (None, "no") and type(plugin) in (Precision, FabricPrecision):
         return ours(asked, device_type)
     return plugin
