@@ -107,10 +107,10 @@ def test_three_processes_with_short_last_batch(ranks: Any, tmp_path: Path) -> No
     assert ranks(3).run(cut_everywhere) == [4, 4, 4]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after", "device"), [(2, 1, None), (1, 2, None), (2, 4, None), (4, 2, "standin")])
 @pytest.mark.parametrize("cut", [6, 7], ids=["inside of an update", "between updates"])
 def test_other_number_of_processes(
-    ranks: Any, tmp_path: Path, before: int, after: int, cut: int
+    ranks: Any, tmp_path: Path, before: int, after: int, device: str | None, cut: int
 ) -> None:
     """Another number of processes goes on with the same samples."""
     def straight_on() -> Any:
@@ -130,7 +130,7 @@ def test_other_number_of_processes(
         list(steps(run, run.loader))
         return run.counter.seen, run.weights()
 
-    first, second = ranks(before).run(straight_on), ranks(after).run(go_on_elsewhere)
+    first, second = ranks(before, device=device).run(straight_on), ranks(after, device=device).run(go_on_elsewhere)
     read, left = (sorted(sum((entry[part] for entry in first), [])) for part in (0, 1))
     assert sorted(sum((entry[0] for entry in second), [])) == left
     assert not set(read) & set(left)

@@ -136,6 +136,29 @@ def test_async_save_keeps_the_moment_of_the_call(ranks: Any, tmp_path: Path) -> 
     assert stall < expected * DELAY / 2
 
 
+def test_async_save_in_the_middle_of_an_update(ranks: Any, tmp_path: Path) -> None:
+    """Gradients that are open on every rank are those of the call, although the next batches change them while they are copied."""
+
+    def race() -> bool:
+        run = begin(batch_size=2, **HARD)
+        came = []
+        for number, step in enumerate(steps(run, run.loader)):
+            came.append(step)
+            if number == 5:
+                torch.standin.set_delay(copies=DELAY / 10)
+                run.accelerator.save_state(tmp_path / "middle", async_save=True)
+            elif number == 9:
+                torch.standin.set_delay(copies=0.0)
+        run.accelerator.end_training()
+        run.accelerator.wait_for_everyone()
+        again = begin(batch_size=2, seed=11, **HARD)
+        again.accelerator.load_state(tmp_path / "middle")
+        rest = list(steps(again, again.loader))
+        return rest == came[6:] and torch.equal(again.weights(), run.weights())
+
+    assert ranks(2, device="standin").run(race) == [True, True]
+
+
 def adam(size: int = 300, **options: bool) -> tuple[Accelerator, torch.nn.Module, Any]:
     """A model of a few tensors with an optimizer that has stepped."""
     accelerator = Accelerator()
