@@ -66,6 +66,24 @@ def test_state_comes_back_to_its_device(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, device="standin").run(check) == [{"standin:0"}, {"standin:1"}]
 
 
+def test_norm_comes_back_to_its_device(ranks: Any, tmp_path: Path) -> None:
+    """Between updates, clipping in a resumed run returns the norm of the last update before the save, where the gradients are."""
+
+    def check() -> tuple[bool, str]:
+        run = begin(gradient_accumulation_steps=2)
+        *_, (_, expected, _) = islice(steps(run, run.loader), 2)
+        run.accelerator.save_state(tmp_path / "first")
+        again = begin(gradient_accumulation_steps=2)
+        again.accelerator.load_state(tmp_path / "first")
+        x, y, _ = next(iter(again.loader))
+        with again.accelerator.accumulate(again.model):
+            again.accelerator.backward(torch.nn.functional.mse_loss(again.model(x), y))
+            norm = again.accelerator.clip_grad_norm_(again.model.parameters(), 1.0)
+        return norm.item() == expected, str(norm.device)
+
+    assert ranks(2, device="standin").run(check) == [(True, "standin:0"), (True, "standin:1")]
+
+
 @pytest.mark.parametrize(("before", "after"), [("standin", "cpu"), ("cpu", "standin")])
 def test_other_device(ranks: Any, tmp_path: Path, before: str, after: str) -> None:
     """A checkpoint of one device continues on another, with the same values, and says which random states it has not."""
