@@ -242,7 +242,7 @@ _PATIENCE_INTERVALS = 5.0
 _MAX_UNSENT_STEPS = 100_000
 """Steps that a rank keeps while rank 0 does not take them."""
 _FINAL_WAIT = 2.0
-"""Seconds that rank 0 waits for the others at the end."""
+"""Seconds that rank 0 waits for the others at the end, and each rank for its device where a script ends without `finish`."""
 _COUNTED_STEP = 1
 """The step whose operations are counted: in the first one much happens once."""
 
@@ -331,9 +331,14 @@ class Ledger:
         """The number of the current step, from 0."""
         return 0 if self.meter is None else self.meter.step + self._base
 
+    @property
+    def has_device_clock(self) -> bool:
+        """Whether time is measured on the device, so that `settle` tells what the device has passed."""
+        return self._clock is not None
+
     def count_from(self, step: int) -> None:
         """Continue with this step number, after resuming from a checkpoint."""
-        self.settle(wait=True)  # the steps before have the numbers of before
+        self.settle(wait=math.inf)  # the steps before have the numbers of before
         self._base = 0 if self.meter is None else step - self.meter.step
 
     @property
@@ -361,10 +366,10 @@ class Ledger:
 
     # -- once per interval ----------------------------------------------------------------------------------------
 
-    def settle(self, *, wait: bool = False) -> None:
+    def settle(self, *, wait: float = 0.0) -> None:
         """Examine the steps since the last call, report them, and on rank 0 collect what the others reported. Waits for no rank.
 
-        Steps that the device has not passed are left for the next call; with `wait`, this waits for the device instead.
+        Steps that the device has not passed are left for the next call; with `wait`, this waits for the device so many seconds first.
         """
         meter = self.meter
         if meter is None:
@@ -373,7 +378,7 @@ class Ledger:
         self._set_due(meter, meter.log[-1])
         with mark_phase(meter if meter.has_begun else None, OTHER):
             if wait and self._clock is not None:
-                self._clock.wait()
+                self._clock.wait(wait)
             window = self._drain(meter)
             for examine in self.examiners:
                 examine(window)
@@ -478,7 +483,7 @@ class Ledger:
         """End the run: report the last steps and what came after them. Rank 0 waits a moment for the others. Once."""
         if self._finished is not None or self.meter is None:
             return self._finished or self._report(None)
-        return self._end(self.endings, True, lambda tail: bool(self._drained or any(tail)))  # without training, no rank reports
+        return self._end(self.endings, math.inf, lambda tail: bool(self._drained or any(tail)))  # without training, no rank reports
 
     def leave(self, *, patient: bool = False) -> None:
         """End the ledger of a script without `finish`, or of a process that fails.
@@ -486,10 +491,10 @@ class Ledger:
         `patient`: the script has ended normally. Then it may wait for other ranks, if something needs their reports (`expects`).
         """
         if self._finished is None and self.meter is not None:
-            # a process that fails may have work queued that waits for other ranks without end
-            self._end(self.endings if patient else [], patient, lambda tail: patient and self.expects())
+            # the device may wait without end for ranks that are gone
+            self._end(self.endings if patient else [], _FINAL_WAIT if patient else 0.0, lambda tail: patient and self.expects())
 
-    def _end(self, endings: list[Callable[[], None]], wait: bool, waits: Callable[[list[float]], bool]) -> LedgerReport:
+    def _end(self, endings: list[Callable[[], None]], wait: float, waits: Callable[[list[float]], bool]) -> LedgerReport:
         for end in endings:
             end()
         self.settle(wait=wait)

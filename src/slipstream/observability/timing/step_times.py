@@ -18,7 +18,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
 import numpy
@@ -48,6 +48,7 @@ PHASE_COLUMNS: dict[str, int | None] = {
 """The phases as reports name them, in order; communication and waiting are found by comparing the ranks."""
 
 _LENGTH = struct.Struct("<I")
+_POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -276,10 +277,13 @@ class DeviceClock:
         """Whether the device had passed all marks when they were last taken."""
         return not self._events
 
-    def wait(self) -> None:
-        """Wait until the device has passed all marks: at the end of a run."""
-        if self._events:
+    def wait(self, seconds: float = math.inf) -> None:
+        """Wait until the device has passed all marks, at the end of a run, but not longer than so many seconds."""
+        if self._events and seconds == math.inf:
             self._events[-1].synchronize()
+        deadline = monotonic() + seconds
+        while self._events and not self._events[-1].query() and monotonic() < deadline:
+            sleep(_POLL_SECONDS)
 
     def take(self, log: Sequence[int]) -> tuple[int, Any]:
         """Return how much of a log the device has passed, and the nanoseconds between its marks there. What was taken is forgotten."""
