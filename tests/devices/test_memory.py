@@ -16,6 +16,7 @@ from slipstream.devices.memory import (
     allocator_statistics,
     available_cores,
     available_memory,
+    clear_after_failure,
     clear_device_cache,
     convert_bytes,
     host_memory,
@@ -82,6 +83,27 @@ def test_cache_emptied_where_used() -> None:
     assert used.calls == [("empty_cache",)]
     assert unused.calls == []
     assert metal.emptied == 1
+
+
+class FailedQueues(FakeNamespace):
+    """A device whose queues have failures to report."""
+
+    failures = 2
+
+    def empty_cache(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("Connection closed by peer")
+        super().empty_cache()
+
+
+def test_late_failures_dropped() -> None:
+    """Work that failed late is dropped where it is expected, so that the cache is emptied; anything else is raised."""
+    device = FailedQueues(initialised=True)
+    clear_after_failure(lambda error: "closed by peer" in str(error), families=(fake("cuda", device),))
+    assert device.calls == [("empty_cache",)]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        clear_after_failure(lambda error: False, families=(fake("cuda", FailedQueues(initialised=True)),))
 
 
 def test_free_device_memory() -> None:

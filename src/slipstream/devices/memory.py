@@ -133,7 +133,7 @@ _QUEUES = 8
 """How many queues of devices may each have a failure to report: for kernels, for copies, for communication."""
 
 
-def clear_after_failure(is_expected: Callable[[RuntimeError], bool]) -> None:
+def clear_after_failure(is_expected: Callable[[RuntimeError], bool], *, families: tuple[Family, ...] = FAMILIES) -> None:
     """Collect garbage and release cached device memory after something failed; failures that are expected are dropped.
 
     A device reports work that failed, such as what waited for a collective that a lost process had begun, late: in whatever is asked of
@@ -143,12 +143,12 @@ def clear_after_failure(is_expected: Callable[[RuntimeError], bool]) -> None:
     """
     for _ in range(_QUEUES):
         try:
-            clear_device_cache(garbage_collection=True)
+            clear_device_cache(garbage_collection=True, families=families)
             return
         except RuntimeError as error:
             if not is_expected(error):
                 raise
-    clear_device_cache(garbage_collection=True)
+    clear_device_cache(garbage_collection=True, families=families)
 
 
 def release_memory(*objects: Any) -> list[None]:
