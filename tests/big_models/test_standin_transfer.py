@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,5 +307,48 @@ def test_training_after_inference_mode(device: Any) -> None:
             model(torch.ones(2, SIDE))
         model(y).sum().backward()
         return torch.equal(x.grad, y.grad)
+
+    assert device.run(run) == [True]
+
+
+def test_full_device_and_again(device: Any) -> None:
+    """A forward for which the device has no memory says so, and leaves the model as it was: with more memory it runs."""
+
+    def run() -> tuple[str, list[int], bool]:
+        plain, x = stack(), torch.ones(2, SIDE)
+        wanted = plain(x).detach()
+        model = cpu_offload(copy.deepcopy(plain), 3)
+        gc.collect()
+        torch.standin.empty_cache()
+        torch.standin.set_capacity(LAYER // 2, 3)
+        try:
+            with torch.no_grad():
+                model(x)
+        except torch.OutOfMemoryError as error:
+            said = str(error)
+        finally:
+            torch.standin.set_capacity(4 << 30, 3)
+        active = [block.active for store in find_weight_stores(model) for block in store.blocks]
+        with torch.no_grad():
+            return said.partition(":")[0], active, torch.equal(model(x), wanted)
+
+    assert device.run(run) == [("standin", [0] * 5, True)]
+
+
+def test_threads_share_the_copies(device: Any) -> None:
+    """Threads may run one offloaded model at the same time."""
+
+    def run() -> bool:
+        plain = stack(8)
+        inputs = [torch.full((2, SIDE), float(number)) for number in range(8)]
+        wanted = [plain(x).detach() for x in inputs]
+        model = cpu_offload(copy.deepcopy(plain), 0)
+
+        def call(number: int) -> bool:
+            with torch.no_grad():
+                return all(torch.equal(model(inputs[number]), wanted[number]) for _ in range(5))
+
+        with ThreadPoolExecutor(4) as pool:
+            return all(pool.map(call, range(8)))
 
     assert device.run(run) == [True]

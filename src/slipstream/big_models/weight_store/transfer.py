@@ -9,6 +9,7 @@ device has no room for a second block, nothing is prefetched.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class BlockTransfer:
         self._turn = 0
         self._coming: dict[WeightBlock, Future[_DeviceCopy | None]] = {}
         self._present: dict[WeightBlock, _DeviceCopy] = {}
+        self._lock = threading.Lock()
+        """For the two above: threads may run the model at the same time."""
         self._thread: ThreadPoolExecutor | None = None
         self._process = 0
 
@@ -71,23 +74,25 @@ class BlockTransfer:
 
     def start(self, block: WeightBlock, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Start to copy a block, unless it is on the device or on its way, or there is no room for it; `tensors` returns its tensors."""
-        self._check_process()
-        if self._ahead and block not in self._present and block not in self._coming:
-            self._coming[block] = self._submit(partial(self._prefetch, block, tensors))
+        with self._lock:
+            self._check_process()
+            if self._ahead and block not in self._present and block not in self._coming:
+                self._coming[block] = self._submit(partial(self._prefetch, block, tensors))
 
     def finish(self, block: WeightBlock, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the copies of a block; the device waits for them, the host does not."""
         if self._stream is None:
             with torch.inference_mode(False):  # copies of that mode could not be weights outside of it
                 return [tensor.to(self.device) for tensor in tensors]
-        self._check_process()
-        found = self._present.get(block)
-        if found is None:
-            coming = self._coming.pop(block, None)
-            found = None if coming is None else coming.result()
+        with self._lock:
+            self._check_process()
+            found, coming = self._present.get(block), self._coming.pop(block, None)
+        if found is None and coming is not None:
+            found = coming.result()
         if found is None:
             found = self._copy_now(tensors)
-        self._present[block] = found
+        with self._lock:
+            self._present[block] = found
         current = self._family.ask("current_stream", device=self.device)
         current.wait_event(found.event)
         for tensor in found.tensors:
@@ -96,13 +101,14 @@ class BlockTransfer:
 
     def keep(self, blocks: Collection[WeightBlock]) -> None:
         """Discard the copies of all other blocks."""
-        for copies in (self._present, self._coming):
-            for block in [block for block in copies if block not in blocks]:
-                copies.pop(block, None)
+        with self._lock:
+            self._present = {block: copy for block, copy in self._present.items() if block in blocks}
+            self._coming = {block: copy for block, copy in self._coming.items() if block in blocks}
 
     def forget(self, block: WeightBlock) -> None:
-        """Discard the copy of a block: it was written to."""
-        self._present.pop(block, None)
+        """Discard the copy of a block."""
+        with self._lock:
+            self._present.pop(block, None)
 
     def _copy_now(self, tensors: Sequence[torch.Tensor]) -> _DeviceCopy:
         work = partial(self._copy, tensors)
@@ -181,7 +187,12 @@ class DeviceBundle(PageBundle):
 
     def take(self) -> Sequence[torch.Tensor]:
         """Return copies on the device, and start to copy the next block."""
-        copies = self.transfer.finish(self.block, self.store.enter(self.block))
+        tensors = self.store.enter(self.block)
+        try:
+            copies = self.transfer.finish(self.block, tensors)
+        except BaseException:  # the device is full, or the disk fails
+            self.store.leave(self.block)
+            raise
         following = self.store.following(self.block)
         self.transfer.keep((self.block, following))
         if following is not self.block:
