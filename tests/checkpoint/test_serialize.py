@@ -520,3 +520,9 @@ def test_strided_and_conjugated_tensors():
     assert bytes(tensor_bytes(torch.ones(1).expand(3))) == struct.pack("<3f", 1, 1, 1)
     assert bytes(tensor_bytes(torch.ones(2, 3)[:, 1])) == struct.pack("<2f", 1, 1)
     assert bytes(tensor_bytes(torch.ones(3, 4)[1:2, 2:3])) == struct.pack("<f", 1)
+
+
+def test_device_that_torch_does_not_know() -> None:
+    """A device that a package would have to add to torch is named, with what to do."""
+    with pytest.raises(CheckpointError, match=r"state.json holds torch.device\('elsewhere:1'\), which this torch does not know. If a package"):
+        rebuild({"place": {"$device": "elsewhere:1"}}, {}, "state.json")

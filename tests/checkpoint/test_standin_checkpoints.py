@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from runs import Run, begin, steps
@@ -293,7 +294,9 @@ def test_weight_files_from_a_device(ranks: Any, tmp_path: Path) -> None:
         model = accelerator.prepare(Tied())
         accelerator.save_model(model, tmp_path / name)
         accelerator.save_model(model, tmp_path / f"{name}-bin", safe_serialization=False)
-        save({"state": accelerator.get_state_dict(model), "turned": model.turned.detach()[1:]}, tmp_path / f"{name}.safetensors")
+        state = accelerator.get_state_dict(model)
+        part = {"turned": model.turned.detach()[1:], "again": model.embed.weight.detach(), "array": numpy.arange(3)}
+        save({"state": state, **part}, tmp_path / f"{name}.safetensors")
         other = accelerator.prepare(Tied())
         with torch.no_grad():
             for parameter in other.parameters():
@@ -305,14 +308,17 @@ def test_weight_files_from_a_device(ranks: Any, tmp_path: Path) -> None:
             assert {tensor.device for tensor in other.state_dict().values()} == {accelerator.device}
         found = load(tmp_path / f"{name}.safetensors", map_location=accelerator.device)
         assert torch.equal(found["turned"], model.turned[1:])
+        assert found["again"].data_ptr() == found["state"]["embed.weight"].data_ptr()
+        assert found["array"].tolist() == [0, 1, 2]
         assert {tensor.device for tensor in found["state"].values()} == {accelerator.device}
         return (tmp_path / name / "model.safetensors").read_bytes(), (tmp_path / f"{name}.safetensors").read_bytes()
 
     (of_device,) = ranks(1, device="standin").run(write, "device")
     (of_host,) = ranks(1, device="cpu").run(write, "host")
     assert of_device == of_host
-    elsewhere = load(tmp_path / "device-bin" / "pytorch_model.bin", map_location="cpu")  # in a process without the device
-    assert torch.equal(elsewhere["turned"], torch.arange(12.0).reshape(3, 4).t())
+    for options in ({}, {"map_location": "cpu"}, {"weights_only": False}):  # in a process without the device
+        elsewhere = load(tmp_path / "device-bin" / "pytorch_model.bin", **options)
+        assert torch.equal(elsewhere["turned"], torch.arange(12.0).reshape(3, 4).t())
 
 
 def test_registered_average_comes_back(ranks: Any, tmp_path: Path) -> None:

@@ -53,10 +53,10 @@ _MANY: Final = 1000
 _Maker = Callable[["_Rebuilder", Any, int], Any]
 
 
-def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str, device: torch.device | None = None) -> Any:
     """Return the value that `flatten` split into this tree and these tensors; `where` names the file in messages.
 
-    Tensors are not copied.
+    Tensors are not copied, except to a device, if one is given; arrays stay on the host.
 
     >>> rebuild({"step": 3, "betas": {"$tuple": [0.9, 0.999]}, "mean": {"$tensor": "mean"}}, {"mean": torch.zeros(2)}, "state.safetensors")
     {'step': 3, 'betas': (0.9, 0.999), 'mean': tensor([0., 0.])}
@@ -64,7 +64,7 @@ def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
     Traceback (most recent call last):
     slipstream.errors.CheckpointError: state.safetensors refers to a tensor 'mean' that is not in it; it ...
     """
-    return _Rebuilder(tensors, where).value(tree, 0)
+    return _Rebuilder(tensors, where, device).value(tree, 0)
 
 
 def read_part(name: str, content: FileContent, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
@@ -87,19 +87,24 @@ def read_part(name: str, content: FileContent, where: str | None = None, elsewhe
 def read_file(content: FileContent, where: str, device: torch.device | None = None) -> Any:
     """Return the state in a safetensors file, or its tensors by name if it has none; on a device, if given."""
     file = load_tensors(content, where)
-    tensors = file.tensors if device is None else {name: tensor.to(device) for name, tensor in file.tensors.items()}
-    return _rebuild_with(file.layout, tensors, where) if _TREE in file.layout.metadata else tensors
+    if _TREE in file.layout.metadata:
+        return _rebuild_with(file.layout, file.tensors, where, device)
+    return file.tensors if device is None else {name: tensor.to(device) for name, tensor in file.tensors.items()}
 
 
-def _rebuild_with(layout: SafetensorsLayout, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+def _rebuild_with(
+    layout: SafetensorsLayout, tensors: Mapping[str, torch.Tensor], where: str, device: torch.device | None = None
+) -> Any:
     beside = layout.size - layout.data_start
-    return rebuild(strict_json.parse(layout.metadata[_TREE], where, deepest=_DEEPEST_JSON, beside=beside), tensors, where)
+    return rebuild(strict_json.parse(layout.metadata[_TREE], where, deepest=_DEEPEST_JSON, beside=beside), tensors, where, device)
 
 
 class _Rebuilder:
-    def __init__(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], where: str, device: torch.device | None) -> None:
         self._tensors = tensors
         self._where = where
+        self._device = device
+        self._moved: dict[Any, torch.Tensor] = {}
         self._made: dict[Any, Any] = {}
 
     def value(self, node: Any, depth: int) -> Any:
@@ -225,6 +230,11 @@ class _Rebuilder:
         if ("dtype" in node) is not ("shape" in node):
             raise ValueError("a dtype without a shape")
         made = unpack_bytes(stored, str(node["dtype"]), _sizes(node["shape"])) if "dtype" in node else stored
+        if self._device is not None:
+            key = (node["$tensor"], repr(node.get("dtype")), repr(node.get("shape")))
+            if key not in self._moved:
+                self._moved[key] = made.to(self._device)
+            made = self._moved[key]  # references to one tensor share its memory there too
         parameter, wants_grad = node.get("parameter"), node.get("requires_grad", False)
         if type(wants_grad) is not bool or (parameter is not None and (type(parameter) is not bool or wants_grad)):
             raise ValueError("parameter and requires_grad must be booleans, and not both given")

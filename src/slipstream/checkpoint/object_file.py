@@ -127,7 +127,8 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
         if weights_only:
             remedy = "If you trust whoever wrote it, pass weights_only=False."
             return read_torch_file(buffer, where, remedy, map_location=map_location, **kwargs)
-        return torch.load(io.BytesIO(buffer), map_location=map_location, weights_only=False, **kwargs)
+        place = "cpu" if map_location is None else map_location  # torch would take the device that it was saved on
+        return torch.load(io.BytesIO(buffer), map_location=place, weights_only=False, **kwargs)
     device = _device(map_location, where, kwargs)
     if is_safetensors(buffer, len(buffer)):
         return read_file(buffer, where, device)
