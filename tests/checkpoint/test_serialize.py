@@ -524,5 +524,5 @@ def test_strided_and_conjugated_tensors():
 
 def test_device_that_torch_does_not_know() -> None:
     """A device that a package would have to add to torch is named, with what to do."""
-    with pytest.raises(CheckpointError, match=r"state.json holds torch.device\('elsewhere:1'\), which this torch does not know. If a package"):
+    with pytest.raises(CheckpointError, match=r"state.json holds torch.device\('elsewhere:1'\), which this torch does not know. If"):
         rebuild({"place": {"$device": "elsewhere:1"}}, {}, "state.json")
