@@ -25,7 +25,10 @@ _STARTS = {
     "python": lambda processes: [],
     "torchrun": lambda processes: ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)],
     "accelerate": lambda processes: ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)],
+    "accelerate on a device": lambda processes: ["-m", "accelerate.commands.launch", "--num_processes", str(processes)],
 }
+_ON_A_DEVICE = {"ACCELERATE_USE_CPU": "false", "SLIPSTREAM_DEVICE": "standin", "ACCELERATE_TORCH_DEVICE": "standin"}
+"""The stand-in accelerator, for us and for transformers, which asks the last variable about families that it does not know."""
 
 
 @functools.cache
@@ -47,6 +50,8 @@ def run_program(
             "CASE_FOLDER": folder or own, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error",
             "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "REPORT_FOLDER": own,
         }  # fmt: skip
+        if started_by == "accelerate on a device":
+            variables |= _ON_A_DEVICE
         if real:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [REAL, os.environ.get("PYTHONPATH")]))
         start = _STARTS["python" if processes == 1 and started_by == "torchrun" else started_by](processes)

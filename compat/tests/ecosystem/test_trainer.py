@@ -177,6 +177,18 @@ def test_accelerate_launch(two):
         }
 
 
+@pytest.mark.parametrize("case", ["ordered", "accumulated", "shuffled", "dispatched", "predict", "generate"])
+def test_on_an_accelerator(two, standin, case):
+    """Two processes with a stand-in accelerator each give the numbers of the CPU."""
+    found = run_program(PROGRAM, 2, "accelerate on a device", "ordered", "accumulated", "shuffled", "dispatched", "predict", "generate")
+    expected = find_report(two, case)
+    for name, value in find_report(found, case).items():
+        if name in ("losses", "norms", "weights", "rates", "steps", "plain"):
+            assert value == approx(expected[name]), name
+        if name == "generated":
+            assert value == expected[name]
+
+
 # -- sharded --------------------------------------------------------------------------------------------------------------
 
 
