@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -131,9 +130,8 @@ def test_async_save_keeps_the_moment_of_the_call(ranks: Any, tmp_path: Path) -> 
         torch.standin.synchronize()
         torch.standin.reset_counters()
         torch.standin.set_delay(copies=DELAY)
-        began = time.perf_counter()
         run.accelerator.save_state(tmp_path / "first", async_save=True)
-        stall = time.perf_counter() - began
+        copied = torch.standin.current_stream().query()
         costs = torch.standin.counters()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -147,12 +145,12 @@ def test_async_save_keeps_the_moment_of_the_call(ranks: Any, tmp_path: Path) -> 
         assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in weights.items())
         states = again.optimizer.optimizer.state.values()
         assert all(torch.equal(entries["exp_avg"].cpu(), kept) for entries, kept in zip(states, momentum, strict=True))
-        return stall, expected, costs.copies_to_host, costs.synchronizations
+        return copied, expected, costs.copies_to_host, costs.synchronizations
 
-    ((stall, expected, copies, waits),) = ranks(1, device="standin").run(race)
+    ((copied, expected, copies, waits),) = ranks(1, device="standin").run(race)
     assert copies == expected
     assert waits <= 1  # of the thread that writes
-    assert stall < expected * DELAY / 2
+    assert not copied
 
 
 def test_async_save_in_the_middle_of_an_update(ranks: Any, tmp_path: Path) -> None:

@@ -116,6 +116,27 @@ def test_another_current_device(ranks: Any) -> None:
     assert ranks(1, device="standin").run(run) == [(False, 6, 4.0)]
 
 
+def test_last_step_is_waited_for(ranks: Any) -> None:
+    """The end of a run waits for the device: a step that it had not passed is in the report, with its time."""
+
+    def run() -> Any:
+        training = Training(batches=2)
+        ledger, weight = ledger_of(training.accelerator), next(training.net.parameters())
+        kept = torch.empty(weight.shape).pin_memory()
+        training.optimizer.optimizer.register_step_post_hook(lambda *_: kept.copy_(weight.detach(), non_blocking=True))
+        with delayed(copies=0.1):
+            for (x,) in training.loader:
+                training.step(x)
+            passed = torch.standin.current_stream().query()
+            report = ledger.finish()
+        return passed, report.steps, report.phases["optimizer"][0]
+
+    [(passed, steps, seconds)] = ranks(1, device="standin").run(run)
+    assert not passed
+    assert steps == 2
+    assert seconds >= 0.19
+
+
 def test_slow_rank(ranks: Any) -> None:
     """The table names the slow rank, and the others wait for it, also where each measures on its device."""
     main, other = ranks(2, device="standin").run(train_with_a_slow_rank, 1)
