@@ -75,11 +75,14 @@ class AcceleratedOptimizer(_AcceleratedOptimizer):
                 self._place_state()
 
     def _place_state(self) -> None:
-        """Move the state of the optimizer to the device of this process, as Accelerate does where it is asked to place it."""
+        """Move the state of the optimizer to the devices of its parameters, as Accelerate does where it is asked to place it.
+
+        Step counts stay where torch keeps them: on a device, each would be waited for in every step.
+        """
         from accelerate.state import PartialState
 
         if self.optimizer.state and PartialState._shared_state and PartialState().device.type != "cpu":
-            self.optimizer.load_state_dict(move_to_device(self.optimizer.state_dict(), PartialState().device))
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     @property
     def _is_overflow(self) -> bool:
