@@ -33,7 +33,7 @@ def test_several_processes_know_themselves(ranks: Any) -> None:
         assert torch.distributed.is_initialized(), "torch's own group is open for DDP and for calls of the user's own"
         return state.process_index, state.is_main_process, state.is_last_process, state.distributed_type.value, state.backend
 
-    assert ranks(3).run(run) == [
+    assert ranks(3, device="cpu").run(run) == [
         (0, True, False, "MULTI_CPU", "gloo"),
         (1, False, False, "MULTI_CPU", "gloo"),
         (2, False, True, "MULTI_CPU", "gloo"),
@@ -345,7 +345,7 @@ def test_impossible_group_settings_refused(ranks: Any) -> None:
             PartialState(backend="cpu:gloo")
         return state.gather([1])
 
-    assert ranks(2).run(run) == [[1, 1]] * 2
+    assert ranks(2, device="cpu").run(run) == [[1, 1]] * 2
     with pytest.raises(ConfigError, match="nonsense"):
         PartialState(backend="nonsense")
 
