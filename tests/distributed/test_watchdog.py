@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream import PartialState, PeerLostError, WaitTimeoutError
+from slipstream import Accelerator, PartialState, PeerLostError, WaitTimeoutError
 from slipstream.distributed.current import current, reset
 from slipstream.distributed.transport import GlooConnections
 from slipstream.distributed.wait_monitor import Limits
@@ -402,9 +402,26 @@ def test_model_of_released_group_raises(ranks: Any) -> None:
             loss.backward()
         return str(error.value)
 
-    for message in ranks(2).run(run):
+    for message in ranks(2, device="cpu").run(run):
         assert "prepare the model again" in message
         assert HERE in message
+
+
+@pytest.mark.parametrize("device", ["cpu", "standin"])
+def test_prepared_model_of_released_group_raises(ranks: Any, device: str) -> None:
+    """Gradients are not averaged in a group that is gone: a prepared model says so before the backward pass begins."""
+
+    def run() -> str:
+        accelerator = Accelerator()
+        model = accelerator.prepare(torch.nn.Linear(2, 1))
+        loss = model(torch.ones(1, 2, device=accelerator.device)).sum()
+        PartialState().destroy_process_group()
+        with pytest.raises(StateError) as error:
+            accelerator.backward(loss)
+        return str(error.value)
+
+    for message in ranks(2, device=device).run(run):
+        assert "this Linear was prepared before the process group was released: prepare it again" in message
 
 
 def test_foreign_group_reports_and_times_out(ranks: Any) -> None:

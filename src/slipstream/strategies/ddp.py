@@ -245,12 +245,16 @@ class Replicated(DistributedDataParallel):
         own["_is_armed"] |= own["require_forward_param_sync"]
         return output
 
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _check_current(self) -> None:
+        """Raise if the group of this model is gone: a device would compute on, with gradients that are not averaged."""
         if not self._is_current():
             raise StateError(
                 f"this {type(self.module).__name__} was prepared before the process group was released: prepare it again "
                 "(`model = accelerator.prepare(model)`), and it is wrapped for the present group"
             )
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._check_current()
         if self._has_rebuilt_buckets or self._keeps_buckets or not torch.is_grad_enabled():
             return self._explaining(*inputs, **kwargs)
         with self._forward_watch:  # the second pass agrees with the other ranks on the order of buckets
@@ -265,6 +269,8 @@ class Replicated(DistributedDataParallel):
     def ready(self, loss: torch.Tensor) -> None:
         """Let the coming backward average the gradients of this model, whatever led to the loss."""
         own = self.__dict__
+        if own["require_backward_grad_sync"]:
+            self._check_current()
         if own["_is_ready"]:  # since the forward
             own["_is_ready"] = False
             return
