@@ -195,7 +195,7 @@ MUTATIONS = (
     ),
     Mutation(
         "device clock not waited for", "the last steps of a run are missing from its ledger: the device had not passed them",
-        "observability/timing/ledger.py", "                self._clock.wait()\n", "                pass\n",
+        "observability/timing/ledger.py", "                self._clock.wait(wait)\n", "                pass\n",
         (_RECORDING, _GUARDS), ("tests/observability/test_ledger.py", "tests/observability/test_ledger_ranks.py"),
     ),
     # -- waits that cost time
