@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from device_mutations import MUTATIONS, ROOT, Finding, Mutation, render
+from device_mutations import BEGIN, DOCUMENT, END, MUTATIONS, ROOT, Finding, Mutation, render
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -27,6 +27,13 @@ def test_moved_text_is_told() -> None:
 
 def test_thirty_different_mistakes() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len({(m.file, m.old) for m in MUTATIONS}) == 30
+
+
+def test_documented_table() -> None:
+    """The table in the documentation is about these mistakes, in this order."""
+    shown = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0]
+    rows = [line.split(" | ")[0] for line in shown.splitlines() if line.startswith("| **")]
+    assert rows == [f"| **{mutation.name}**: {mutation.mistake}" for mutation in MUTATIONS]
 
 
 def test_table() -> None:
