@@ -152,6 +152,23 @@ def test_streams_and_events(run):
     assert milliseconds >= 100
 
 
+def measure_with_module() -> list[bool]:
+    module = torch.get_device_module("standin")
+    begin, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    begin.record()
+    end.record()
+    module.synchronize()
+    torch.accelerator.empty_host_cache()
+    recorded = module.current_stream().record_event()
+    events = [isinstance(event, module.Event) for event in (begin, recorded)]
+    return [begin.elapsed_time(end) >= 0, torch.ones(1).pin_memory().is_pinned(), *events]
+
+
+def test_events_of_the_module(run):
+    """Events are made and compared as those of torch.cuda; the host's cache of pinned memory can be emptied."""
+    assert run(measure_with_module) == [True] * 4
+
+
 def overlap() -> tuple[list[str], bool]:
     module = torch.get_device_module("standin")
     module.set_delay(copies=0.05, kernels=0.05)
@@ -315,6 +332,16 @@ MISTAKES = {
     "two devices": (lambda: torch.ones(3, device="standin:0") @ torch.ones(3, device="standin:1"), "standin:0 and on standin:1"),
     "no such device": (lambda: torch.ones(3, device="standin:7"), "there is no device standin:7: this process sees 4"),
     "generator": (lambda: torch.rand(3, device="standin", generator=torch.Generator()), "got a generator of cpu"),
+    "sum on the host": (lambda: torch.zeros(()).add_(torch.ones((), device="standin")), "add_ got tensors on standin:0 and on cpu"),
+    "result on the host": (lambda: torch.add(torch.ones((), device="standin"), 1, out=torch.empty(())), "on standin:0 and on cpu"),
+    "host indexed": (lambda: torch.ones(3)[torch.tensor([1], device="standin")], "index got tensors on standin:0 and on cpu"),
+    "host written by index": (lambda: torch.ones(3).index_put_((torch.tensor([1], device="standin"),), torch.ones(())), "and on cpu"),
+    "host values by index": (lambda: torch.ones(3, device="standin").index_put_((torch.tensor([1]),), torch.ones(1)), "and on cpu"),
+    "one position": (lambda: torch.ones(3, device="standin").index_select(0, torch.tensor(1)), "index_select got tensors on standin:0 and"),
+    "one label": (lambda: torch.nn.functional.nll_loss(torch.ones(3, device="standin"), torch.tensor(1)), "nll_loss_forward got tensors"),
+    "no such state": (lambda: torch.get_device_module("standin").get_rng_state(-1), "there is no device standin:-1"),
+    "no such name": (lambda: torch.get_device_module("standin").get_device_name(9), "there is no device standin:9"),
+    "delay": (lambda: torch.get_device_module("standin").set_delay(copies=-1.0), "copies=-1.0 is no delay"),
     "pinned": (lambda: torch.empty(3, device="standin", pin_memory=True), "only host memory can be pinned"),
     "numpy": (lambda: torch.ones(3, device="standin").numpy(), "can't convert standin:0 device type tensor"),
 }
@@ -323,7 +350,7 @@ MISTAKES = {
 def fail(mistake) -> str:
     try:
         mistake()
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
     return "no error"
 
@@ -333,6 +360,18 @@ def test_mistakes(run, name):
     """What a GPU refuses is refused, with the devices named."""
     mistake, message = MISTAKES[name]
     assert message in run(fail, mistake)
+
+
+def mix_as_allowed() -> list[float]:
+    x = torch.arange(4.0, device="standin")
+    x[torch.tensor([0, 1])] = torch.tensor(5.0)
+    x[1] = torch.tensor(7.0)
+    return (torch.tensor(2.0) * x[torch.tensor([True, True, False, True])]).tolist()
+
+
+def test_numbers_and_indices_of_the_host(run):
+    """What a GPU takes from the host is taken: single numbers, and indices."""
+    assert run(mix_as_allowed) == [10.0, 14.0, 6.0]
 
 
 def fork_after_use() -> str:

@@ -37,11 +37,14 @@ def _index(which: Any) -> int:
     if which is None:
         return current_device()
     if isinstance(which, int):
-        return which
-    place = torch.device(which)
-    if place.type != "standin":
-        raise ValueError(f"{which!r} is not a stand-in device; write 'standin:0', a number, or nothing for the current one")
-    return current_device() if place.index is None else place.index
+        index = which
+    else:
+        place = torch.device(which)
+        if place.type != "standin":
+            raise ValueError(f"{which!r} is not a stand-in device; write 'standin:0', a number, or nothing for the current one")
+        index = current_device() if place.index is None else place.index
+    _extension.check_device(index)
+    return index
 
 
 # --- devices -----------------------------------------------------------------------------------------------------------------
@@ -161,11 +164,16 @@ class Stream(torch.Stream):
         return int(self.stream_id)
 
 
-class Event(torch.Event):
-    """A point in the work of a stream."""
+class _EventType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Event) and instance.device.type == "standin"
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, device="standin", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+class Event(torch.Event, metaclass=_EventType):
+    """A point in the work of a stream. What is made is a `torch.Event`: that measures no time to objects of a class derived from it."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
+        return torch.Event(device="standin", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 def current_stream(device: Any = None) -> torch.Stream:
@@ -398,5 +406,8 @@ def reset() -> None:
 
 def set_delay(copies: float | None = None, kernels: float | None = None) -> None:
     """Make asynchronous copies and collectives, or kernels, wait so many seconds before they run; None keeps the present value."""
+    for name, seconds in (("copies", copies), ("kernels", kernels)):
+        if seconds is not None and not 0 <= seconds < float("inf"):
+            raise ValueError(f"{name}={seconds!r} is no delay; write seconds from 0")
     now_copies, now_kernels = _extension.delays()
     _extension.set_delay(now_copies if copies is None else copies, now_kernels if kernels is None else kernels)

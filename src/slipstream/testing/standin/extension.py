@@ -16,6 +16,7 @@ __all__ = ["load_extension"]
 
 _EXTENSION = "slipstream_standin"
 _DEFAULT_DEVICES = 4
+_MOST_DEVICES = 16  # MAX_DEVICES of csrc/device.h
 _DEFAULT_MEMORY = 4 * 2**30
 
 
@@ -43,6 +44,8 @@ def _settings() -> tuple[int, int]:
     """Return the number of devices and their capacity in bytes, as the environment has them."""
     variables = environment()
     devices = _number(variables.get("SLIPSTREAM_STANDIN_DEVICES"), "SLIPSTREAM_STANDIN_DEVICES", _DEFAULT_DEVICES)
+    if devices > _MOST_DEVICES:
+        raise ConfigError(f"SLIPSTREAM_STANDIN_DEVICES={devices}: there can be 1 to {_MOST_DEVICES} stand-in devices; write one of these")
     if (visible := variables.get("STANDIN_VISIBLE_DEVICES")) is not None:
         devices = min(devices, visible_count(visible))
     return devices, _number(variables.get("SLIPSTREAM_STANDIN_MEMORY"), "SLIPSTREAM_STANDIN_MEMORY", _DEFAULT_MEMORY)

@@ -23,6 +23,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_in_bad_fork", &in_bad_fork);
   m.def("init", &ensure_initialized);
   m.def("current_device", [] { return int(current_device()); });
+  m.def("check_device", &check_device);
   m.def("exchange_device", [](int index) {
     check_device(index);
     return int(exchange_device(static_cast<DeviceIndex>(index)));

@@ -87,12 +87,20 @@ Tensor to_device_memory(const Tensor& host, c10::Device device) {
 
 // --- the call of one operator ---------------------------------------------------------------------------------------------------
 
-/// Operators that take a tensor of the host beside those of the device, as on GPUs: indices, and lengths of sequences.
-bool takes_host_tensors(const std::string& name) {
-  static const auto* names = new std::vector<std::string>{
-      "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::index_put",
-      "aten::_pack_padded_sequence", "aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"};
-  return std::find(names->begin(), names->end(), name) != names->end();
+bool is_one_of(const std::string& name, std::initializer_list<const char*> names) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+/// Whether an argument may be on the host beside tensors of the device, as on GPUs: single numbers, unless they are written or are
+/// positions; lists of indices; lengths of sequences.
+bool may_be_on_host(const std::string& name, const c10::Argument& argument, const Tensor& tensor, bool one_of_indices) {
+  if (one_of_indices)
+    return is_one_of(name, {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::index_put"});
+  if (name == "aten::_pack_padded_sequence") return true;
+  if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) return false;
+  if (argument.name() == "index") return false;
+  if (argument.name() == "target" && is_one_of(name, {"aten::nll_loss_forward", "aten::nll_loss2d_forward"})) return false;
+  return tensor.dim() == 0;
 }
 
 class Call {
@@ -123,13 +131,14 @@ class Call {
   void each_tensor(Function function) {
     for (size_t index = 0; index < schema_.arguments().size(); ++index) {
       const auto& value = (*stack_)[first_ + index];
+      const auto& argument = schema_.arguments()[index];
       if (value.isTensor()) {
-        function(value.toTensor());
+        function(value.toTensor(), argument, false);
       } else if (value.isTensorList()) {
-        for (const Tensor& tensor : value.toTensorVector()) function(tensor);
+        for (const Tensor& tensor : value.toTensorVector()) function(tensor, argument, false);
       } else if (value.isList()) {  // a list of tensors, some of which may be missing
         for (const IValue& entry : value.toListRef()) {
-          if (entry.isTensor()) function(entry.toTensor());
+          if (entry.isTensor()) function(entry.toTensor(), argument, true);
         }
       }
     }
@@ -138,12 +147,12 @@ class Call {
   void find_device() {
     std::optional<c10::Device> found;
     std::optional<c10::Device> other;
-    each_tensor([&](const Tensor& tensor) {
+    each_tensor([&](const Tensor& tensor, const c10::Argument& argument, bool one_of_indices) {
       if (!tensor.defined()) return;
       if (on_device(tensor)) {
         if (!found) found = tensor.device();
         if (tensor.device() != *found) other = tensor.device();
-      } else if (tensor.dim() > 0 && !takes_host_tensors(schema_.name())) {
+      } else if (!may_be_on_host(schema_.name(), argument, tensor, one_of_indices)) {
         other = tensor.device();
       }
     });

@@ -292,7 +292,7 @@ void free_pinned(void* pointer) {
   std::free(pointer);
 }
 
-struct PinnedAllocator final : c10::Allocator {
+struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* pointer = nullptr;
     if (bytes > 0) {
@@ -304,14 +304,27 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+  /// Nothing is kept for reuse, and late copies hold their host memory themselves: there is nothing to note or to give back.
+  bool record_event(void* pointer, void*, c10::Stream) override { return is_pinned(pointer); }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
+
+PinnedAllocator& the_pinned_allocator() {
+  static auto* allocator = new PinnedAllocator();
+  return *allocator;
+}
+
+[[maybe_unused]] const bool pinned_registered = [] {
+  at::setHostAllocator(TYPE, &the_pinned_allocator());
+  return true;
+}();
 
 }  // namespace
 
-c10::Allocator* pinned_allocator() {
-  static auto* allocator = new PinnedAllocator();
-  return allocator;
-}
+c10::Allocator* pinned_allocator() { return &the_pinned_allocator(); }
 
 bool is_pinned(const void* pointer) {
   std::lock_guard<std::mutex> lock(pinned().mutex);
