@@ -83,6 +83,20 @@ class NoScaler:
             )
 
 
+class _OffloadedGradScaler(torch.amp.GradScaler):
+    """torch's scaler, also for gradients in host memory (offloaded shards) under a scale on a device."""
+
+    # torch internals: torch copies the factor to the host without waiting, and divides there at once, by memory that has not arrived (torch
+    # 2.13). tests/strategies/test_standin_fsdp.py notices; it can go when torch waits for it.
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if any(gradient is not None and gradient.device.type == CPU.type for gradient in gradients):
+            inv_scale, found_inf = inv_scale.to(CPU.type), found_inf.to(CPU.type)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
 class LossScaler:
     """A `torch.amp.GradScaler` whose update waits until all optimizers of a scale have stepped.
 
@@ -101,7 +115,7 @@ class LossScaler:
     def __init__(self, device_type: str, handler: GradScalerKwargs | None = None) -> None:
         handler = handler or GradScalerKwargs()
         self._device_type = device_type
-        self._scaler = torch.amp.GradScaler(
+        self._scaler = _OffloadedGradScaler(
             device_type,
             init_scale=handler.init_scale,
             growth_factor=handler.growth_factor,
@@ -305,4 +319,4 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
     if kind not in ("None", "NO", "FSDP") and not kind.startswith("MULTI_"):
         raise ConfigError(f"get_grad_scaler({kind}): there is no scaler for that here. Write 'FSDP' for sharded models, or leave it out.")
     device = AcceleratorState().device.type
-    return torch.amp.GradScaler(device or CPU.type, **kwargs)
+    return _OffloadedGradScaler(device or CPU.type, **kwargs)
