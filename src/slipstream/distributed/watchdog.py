@@ -113,6 +113,8 @@ class TorchCollectiveWatchdog(NullWatchdog):
         elif self._mark is not None:
             self._mark.set()
         self._heartbeat.in_section = False
+        if error is None and self._finding is not None and self._finding[0] == self.since:
+            raise self._finding[1]  # a device whose collectives were ended goes on without an error
 
     def is_pending(self) -> bool:
         """Return whether the device has not passed the end of the section, which the host has left."""
