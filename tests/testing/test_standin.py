@@ -456,3 +456,21 @@ def test_wait_orders_streams(ranks):
     for waited, right in ranks(2, device="standin").run(late_collective):
         assert waited < 0.25
         assert right
+
+
+def use_closed_group() -> str:
+    from slipstream import PartialState
+
+    state = PartialState()
+    group = dist.new_group(backend="standin")
+    tensor = torch.ones(2, device=state.device)
+    dist.all_reduce(tensor, group=group)
+    total = tensor.sum().item()
+    assert total == 4.0
+    group.abort()
+    return fail(lambda: dist.all_reduce(tensor, group=group))
+
+
+def test_closed_group(ranks):
+    """A collective in a group that was aborted is an error at the call; it does not look done."""
+    assert all("aborted or shut down" in text for text in ranks(2, device="standin").run(use_closed_group))

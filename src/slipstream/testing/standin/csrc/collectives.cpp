@@ -91,6 +91,7 @@ int64_t Backend::stream_for(DeviceIndex device, int channel) {
 
 Backend::WorkPtr Backend::run(const char* name, c10d::OpType type, Tensors used, Tensors results, int channel, Start start) {
   ensure_initialized();
+  TORCH_CHECK_WITH(DistBackendError, !*dropped_, name, " was called in a process group that has been aborted or shut down");
   auto device = current_device();
   for (const auto& tensor : used) {
     TORCH_CHECK(
