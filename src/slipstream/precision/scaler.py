@@ -97,6 +97,20 @@ class _OffloadedGradScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 
+class _Scaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` for gradients of which some are in host memory, as those of offloaded weights."""
+
+    # torch internals: torch copies the scale to the host without waiting, and the host reads it before it has arrived
+    # (torch 2.13; tests/strategies/test_standin_fsdp.py notices, most of the time).
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if not inv_scale.is_cpu and any(gradient is not None and gradient.is_cpu for gradient in gradients):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
 class LossScaler:
     """A `torch.amp.GradScaler` whose update waits until all optimizers of a scale have stepped.
 
