@@ -46,7 +46,7 @@ class Mutation:
     standin: tuple[str, ...]
     """Test files that use the stand-in, the most likely first."""
     cpu: tuple[str, ...]
-    """Further test files of the subject. In the run without the stand-in, all are run."""
+    """Further test files of the subject. Without the stand-in, these, `_WITHOUT_VALUES` and the others run."""
 
     def apply(self, text: str) -> str:
         """Return the source with the mistake."""
@@ -65,6 +65,8 @@ _TRANSFER = "tests/big_models/test_standin_transfer.py"
 _CHECKPOINTS = "tests/checkpoint/test_standin_checkpoints.py"
 _RECORDING = "tests/observability/test_standin_recording.py"
 _LATE = "tests/devices/test_late_read.py"
+_WITHOUT_VALUES = "tests/devices/test_fake_cuda.py"
+"""Training steps on a CUDA device that is not there, with tensors that have no values."""
 
 MUTATIONS = (
     # -- things that stay on the host, or go to another device
@@ -302,7 +304,7 @@ class Bench:
     def look(self, mutation: Mutation, *, standin: bool) -> Finding:
         """Return the test that notices a mistake, if there is one: it fails each time with the mistake, and passes without."""
         began = time.monotonic()
-        tests = mutation.standin if standin else (*mutation.cpu, *mutation.standin)
+        tests = mutation.standin if standin else (*mutation.cpu, _WITHOUT_VALUES, *mutation.standin)
         doubtful: list[str] = []
         while True:
             with self.planted(mutation):
