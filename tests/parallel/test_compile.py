@@ -382,3 +382,38 @@ def test_compiled_replicas(ranks: Any) -> None:
         for gradients in whole_and_regional:
             for found, wanted in zip(gradients, expected, strict=True):
                 torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(2, 2), lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_classes_of_torch(make, wrapped):
+    """A model whose class is one of torch's own is compiled too; `Module.compile` compiles nothing of it."""
+    graphs = []
+    torch._dynamo.reset()
+    model = make()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    if wrapped:
+        model = compile_in_place(torch.compile(model, backend=backend))
+    else:
+        compile_model(model, TorchDynamoPlugin(backend=backend))
+    model(torch.ones(1, 2))
+    assert len(graphs) == 1
+
+
+def test_many_blocks_of_torch():
+    """Equal blocks of a class of torch's share compilations, however many they are."""
+    graphs = []
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    blocks = [torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(10)]
+    model = compile_regions(torch.nn.Sequential(*blocks), backend=backend)
+    model(torch.ones(2, 3, 8))
+    assert 1 <= len(graphs) <= 2

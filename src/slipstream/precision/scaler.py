@@ -86,29 +86,33 @@ class NoScaler:
 class _OffloadedGradScaler(torch.amp.GradScaler):
     """torch's scaler, also for gradients in host memory (offloaded shards) under a scale on a device."""
 
-    # torch internals: torch copies the factor to the host without waiting, and divides there at once, by memory that has not arrived (torch
-    # 2.13). tests/strategies/test_standin_fsdp.py notices; it can go when torch waits for it.
+    _steps_on_host = False
+
+    # torch internals: torch copies the scale, and whether it overflowed, to the host without waiting, and uses them there at once: memory
+    # that has not arrived (torch 2.13). tests/strategies/test_standin_fsdp.py notices; it can go when torch waits for them.
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        if any(gradient is not None and gradient.device.type == CPU.type for gradient in gradients):
+        if _has_host_gradients(optimizer):
             inv_scale, found_inf = inv_scale.to(CPU.type), found_inf.to(CPU.type)
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer; a fused one takes the scale from the host if its gradients are there."""
+        self._steps_on_host = _has_host_gradients(optimizer)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            self._steps_on_host = False
 
-class _Scaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` for gradients of which some are in host memory, as those of offloaded weights."""
+    def _get_scale_async(self) -> torch.Tensor | None:
+        scale: torch.Tensor | None = super()._get_scale_async()
+        return scale.to(CPU.type) if scale is not None and self._steps_on_host else scale
 
-    # torch internals: torch copies the scale to the host without waiting, and the host reads it before it has arrived
-    # (torch 2.13; tests/strategies/test_standin_fsdp.py notices, most of the time).
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        if not inv_scale.is_cpu and any(gradient is not None and gradient.is_cpu for gradient in gradients):
-            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+def _has_host_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return any(gradient is not None and gradient.device.type == CPU.type for gradient in gradients)
 
 
 class LossScaler:
