@@ -269,8 +269,10 @@ class Replicated(DistributedDataParallel):
     def ready(self, loss: torch.Tensor) -> None:
         """Let the coming backward average the gradients of this model, whatever led to the loss."""
         own = self.__dict__
-        if own["require_backward_grad_sync"]:
-            self._check_current()
+        if own["require_backward_grad_sync"] and not self._is_current():
+            if own["_is_ready"] or own["_is_armed"]:  # the loss may come from this one; else it was wrapped anew, and has no part in it
+                self._check_current()
+            return
         if own["_is_ready"]:  # since the forward
             own["_is_ready"] = False
             return
