@@ -71,7 +71,7 @@ def test_cache_folder(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("SLIPSTREAM_STANDIN_DEVICES", "many", "SLIPSTREAM_STANDIN_DEVICES='many' is not a whole number"),
+        ("SLIPSTREAM_STANDIN_DEVICES", "many", "SLIPSTREAM_STANDIN_DEVICES='many' is not a number of devices"),
         ("SLIPSTREAM_STANDIN_DEVICES", "99", "ConfigError: SLIPSTREAM_STANDIN_DEVICES=99: there can be 1 to 16 stand-in devices"),
         ("SLIPSTREAM_STANDIN_MEMORY", "1GB", "SLIPSTREAM_STANDIN_MEMORY='1GB' is not a whole number"),
     ],

@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from slipstream.checkpoint.capture import ModelPart, ShardedPart, Snapshot, StatePart
+from slipstream.devices.late_read import completion_event
 from slipstream.devices.memory import available_cores
 from slipstream.logging import get_logger
 
@@ -77,7 +78,7 @@ class Arena:
     def _reserve(self, tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
         """Return a block and an offset for a copy of each tensor; the memory is pinned if a device can copy into it late."""
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu} if self._can_pin else ()
-        self._events = {device: event for device in devices if (event := _completion_event(device)) is not None}
+        self._events = {device: event for device in devices if (event := completion_event(device)) is not None}
         pinned = bool(self._events)
         sizes, places = [0], []
         for tensor in tensors:
@@ -115,16 +116,6 @@ class Arena:
         into, data = room.numpy(), tensor.view(-1).view(torch.uint8).numpy()
         self._pending += [(into[start : start + _COPY_SIZE], data[start : start + _COPY_SIZE]) for start in range(0, size, _COPY_SIZE)]
         return place
-
-
-def _completion_event(device: torch.device) -> torch.Event | None:
-    """Return an event on which the host can wait for work of a device; None if the device has none."""
-    try:
-        event = torch.Event(device=device, blocking=True)
-        event.record(torch.accelerator.current_stream(device))  # an event asks its device for support only now
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None
-    return event
 
 
 def _wait(events: Iterable[Any]) -> None:

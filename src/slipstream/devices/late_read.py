@@ -17,7 +17,7 @@ from slipstream.devices.table import CPU, family_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CompletionMark", "LateValues", "beside_queue", "completion_mark"]
+__all__ = ["CompletionMark", "LateValues", "beside_queue", "completion_event", "completion_mark"]
 
 
 @contextmanager
@@ -95,14 +95,18 @@ def completion_mark(device: str | None) -> CompletionMark | None:
     >>> completion_mark("cpu") is None
     True
     """
-    if device is None or family_of(device) is CPU:
-        return None
+    event = None if device is None or family_of(device) is CPU else completion_event(device)
+    return None if event is None else CompletionMark(event)
+
+
+def completion_event(device: torch.device | str) -> torch.Event | None:
+    """Return an event on which the host can wait for work of a device, recorded once; None if the device has none."""
     import torch
 
     try:
-        event = torch.Event(device=device)
-        event.record()  # an event asks its device for support only now
+        event = torch.Event(device=device, blocking=True)
+        event.record(torch.accelerator.current_stream(device))  # an event asks its device for support only now
         event.query()
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-    return CompletionMark(event)
+    return event

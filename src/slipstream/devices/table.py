@@ -2,7 +2,7 @@
 
 A row (`Family`) holds the device type, communication backend, visible-devices variable, probes and limits of a family. This is the only
 module that names families other than "cpu": a new family is a new row. CPU and the stand-in accelerator are what this project runs;
-every other row follows the vendor's documentation and is tested through fakes. Importing this module imports no torch: a row finds its
+every other row follows the vendor's documentation and is checked by signature. Importing this module imports no torch: a row finds its
 torch namespace (`torch.<type>`) only when `module()` is called, and no function starts a device runtime if that can be avoided.
 """
 

@@ -8,14 +8,13 @@ import sys
 from typing import Any
 
 from slipstream.config.sources import environment
-from slipstream.devices.table import visible_count
+from slipstream.devices.table import family_of
 from slipstream.errors import ConfigError
 from slipstream.testing.standin.build import StandinUnavailable, extension_file
 
 __all__ = ["load_extension"]
 
 _EXTENSION = "slipstream_standin"
-_DEFAULT_DEVICES = 4
 _MOST_DEVICES = 16  # MAX_DEVICES of csrc/device.h
 _DEFAULT_MEMORY = 4 * 2**30
 
@@ -43,17 +42,11 @@ def load_extension() -> Any:
 def _settings() -> tuple[int, int]:
     """Return the number of devices and their capacity in bytes, as the environment has them."""
     variables = environment()
-    devices = _number(variables.get("SLIPSTREAM_STANDIN_DEVICES"), "SLIPSTREAM_STANDIN_DEVICES", _DEFAULT_DEVICES)
-    if devices > _MOST_DEVICES:
-        raise ConfigError(f"SLIPSTREAM_STANDIN_DEVICES={devices}: there can be 1 to {_MOST_DEVICES} stand-in devices; write one of these")
-    if (visible := variables.get("STANDIN_VISIBLE_DEVICES")) is not None:
-        devices = min(devices, visible_count(visible))
-    return devices, _number(variables.get("SLIPSTREAM_STANDIN_MEMORY"), "SLIPSTREAM_STANDIN_MEMORY", _DEFAULT_MEMORY)
-
-
-def _number(text: str | None, name: str, default: int) -> int:
-    if not text:
-        return default
-    if not text.isdigit():
-        raise ConfigError(f"{name}={text!r} is not a whole number; write e.g. {name}={default}")
-    return int(text)
+    family = family_of("standin")
+    total = family.total(variables)
+    if total > _MOST_DEVICES:
+        raise ConfigError(f"SLIPSTREAM_STANDIN_DEVICES={total}: there can be 1 to {_MOST_DEVICES} stand-in devices; write one of these")
+    memory = variables.get("SLIPSTREAM_STANDIN_MEMORY") or str(_DEFAULT_MEMORY)
+    if not memory.isdecimal():
+        raise ConfigError(f"SLIPSTREAM_STANDIN_MEMORY={memory!r} is not a whole number of bytes; write e.g. {_DEFAULT_MEMORY}")
+    return family.count_files(variables), int(memory)
