@@ -17,6 +17,16 @@ from slipstream.observability.options import GuardKwargs, LedgerKwargs
 from slipstream.testing import standin
 
 
+def four_steps(accelerator: Accelerator) -> None:
+    """Train a small network for four steps."""
+    net = network()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for number in range(4):
+        accelerator.backward(net(batch(number)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def costs(on_nan: str, clip: bool, steps: int = 9) -> list[tuple[int, int, int]]:
     """Of each step with ledger and all guards: copies to the device, copies to the host, and how often the host waited."""
     accelerator, guards = guarded(GuardKwargs(on_nan=on_nan, drift_every=3), [LedgerKwargs(interval=60.0, summary=False)])
@@ -88,12 +98,7 @@ def test_read_beside_queue(ranks: Any) -> None:
         accelerator, guards = guarded(GuardKwargs(), [LedgerKwargs(interval=60.0, summary=False)])
         ledger, seen = accelerator._components.ledger, []
         ledger.examiners.append(lambda window: seen.append([step for step, _ in window.losses]))
-        net = network()
-        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
-        for number in range(4):
-            accelerator.backward(net(batch(number)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        four_steps(accelerator)
         torch.standin.synchronize()
         slow = torch.ones(4).pin_memory()
         with delayed(copies=1.0):
@@ -162,12 +167,7 @@ def test_end_does_not_wait_long(ranks: Any, patient: bool, limit: float) -> None
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs(), [LedgerKwargs(interval=60.0, summary=False)])
         ledger = accelerator._components.ledger
-        net = network()
-        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
-        for number in range(4):
-            accelerator.backward(net(batch(number)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        four_steps(accelerator)
         with delayed(copies=3.5 if patient else 1.0):
             arriving = torch.ones(4).pin_memory().to(accelerator.device, non_blocking=True)
             began = time.perf_counter()

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from slipstream import Accelerator
+from slipstream import Accelerator, init_empty_weights
 
 WORDS, TOKENS, GLOBAL = 11, 5, 12
 
@@ -56,6 +56,16 @@ def net(seed: int = 0, **sizes: Any) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Net(**sizes)
+
+
+def net_on_main_process(accelerator: Accelerator) -> Net:
+    """The model with its weights on the main process, and without any on the others."""
+    if accelerator.is_main_process:
+        return net()
+    with init_empty_weights(include_buffers=True):
+        model = Net()
+    model.head.weight = model.embed.weight
+    return model
 
 
 def sentences(count: int = 22) -> TensorDataset:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_training import Net, adamw, batches, loss_of, net, same, same_run, train
+from sharded_training import Net, adamw, batches, loss_of, net, net_on_main_process, same, same_run, train
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
@@ -327,15 +327,8 @@ def test_only_rank_zero_has_weights(ranks: Ranks) -> None:
     """The others hold a model on the meta device, and get their shards; the optimizer may be made before."""
 
     def run(shards: bool) -> Any:
-        from slipstream import init_empty_weights
-
         accelerator = Accelerator(fsdp_plugin=Plugin(cpu_ram_efficient_loading=True) if shards else None)
-        if accelerator.is_main_process:
-            model = net()
-        else:
-            with init_empty_weights(include_buffers=True):
-                model = Net()
-            model.head.weight = model.embed.weight
+        model = net_on_main_process(accelerator)
         model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator))
         for words, following in loader:
             accelerator.backward(loss_of(model(words), following))

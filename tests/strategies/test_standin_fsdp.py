@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_training import Net, adamw, batches, loss_of, net, same_run, sentences, train
+from sharded_training import adamw, batches, loss_of, net, net_on_main_process, same_run, sentences, train
 from torch.distributed.tensor import DTensor
 
-from slipstream import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, init_empty_weights
+from slipstream import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from slipstream.utils import GradScalerKwargs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
@@ -89,6 +89,32 @@ def test_mixed_precision(ranks: Ranks) -> None:
             same_run(result, wanted, atol=3e-2)
 
 
+def test_fused_optimizer_of_offloaded_shards(ranks: Ranks) -> None:
+    """In fp16 a fused optimizer on the host takes the loss scale, and whether it overflowed, after they have arrived from the device."""
+
+    def run(device: str) -> list[float]:
+        accelerator = Accelerator(
+            mixed_precision="fp16", fsdp_plugin=Plugin(cpu_offload=True), kwargs_handlers=[GradScalerKwargs(init_scale=64.0)]
+        )
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        if device == "standin":
+            module_of(accelerator).set_delay(copies=0.03)
+        losses = []
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(accelerator.device)
+            loss = model(x).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    there, here = (ranks(2, device=device).run(run, device) for device in ("standin", "cpu"))
+    assert there[0] == pytest.approx(here[0], rel=1e-3)
+
+
 @pytest.mark.parametrize("offloads", [False, True])
 def test_where_things_are(ranks: Ranks, offloads: bool) -> None:
     """Shards, gradients and moments are on the device of the rank, or in pinned memory if offloaded; rank 0 alone may have weights."""
@@ -96,12 +122,7 @@ def test_where_things_are(ranks: Ranks, offloads: bool) -> None:
     def run() -> Any:
         plugin = Plugin(cpu_offload=offloads, cpu_ram_efficient_loading=True)
         accelerator = Accelerator(fsdp_plugin=plugin)
-        if accelerator.is_main_process:
-            model = net()
-        else:
-            with init_empty_weights(include_buffers=True):
-                model = Net()
-            model.head.weight = model.embed.weight
+        model = net_on_main_process(accelerator)
         model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator))
         for words, following in loader:
             accelerator.backward(loss_of(model(words), following))
