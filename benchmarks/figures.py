@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,17 @@ def machine() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(), **versions}
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """Return what a saved result says about where it comes from: its command, machine, commit and date."""
+    found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=HERE, capture_output=True, text=True)
+    return {
+        "command": command,
+        "machine": machine(),
+        "commit": found.stdout.strip() or "unknown",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def save(path: Path, groups: dict[str, Sequence[Figure]]) -> None:
