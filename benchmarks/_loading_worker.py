@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
-from turns import Contender, in_turns, joined
+from turns import Contender, has_fabric, in_turns, joined
 
 from slipstream import Accelerator, DataLoaderConfiguration, PartialState
 
@@ -94,7 +94,7 @@ def plain(dataset: Data, shuffle: bool = False) -> Loading:
 
 def fabric(dataset: Data, shuffle: bool = False) -> Loading:
     def make(batches: int) -> Any:
-        from lightning_fabric import Fabric
+        from lightning.fabric import Fabric
 
         return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(dataset(batches), batch_size=BATCH, shuffle=shuffle))
 
@@ -107,16 +107,13 @@ def cases() -> dict[str, tuple[int, dict[str, Loading]]]:
     from accelerate.utils import DataLoaderConfiguration as TheirConfiguration
 
     def sharing(dataset: Data, shuffle: bool = False) -> dict[str, Loading]:
-        found = {
+        return {
             "plain": plain(dataset, shuffle),
             "ours": prepared(Accelerator, dataset, shuffle=shuffle),
             "accelerate": prepared(Theirs, dataset, shuffle=shuffle),
-            "fabric": fabric(dataset, shuffle),
+            **({"fabric": fabric(dataset, shuffle)} if has_fabric() and not dist.is_initialized() else {}),
             "plain, again": plain(dataset, shuffle),
         }
-        if dist.is_initialized():
-            del found["fabric"]
-        return found
 
     def dispatching(dataset: Data) -> dict[str, Loading]:
         return {

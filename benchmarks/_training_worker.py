@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from turns import Contender, Times, in_turns, joined
+from turns import Contender, Times, has_fabric, in_turns, joined
 
 from slipstream import Accelerator, PartialState
 
@@ -152,8 +152,8 @@ def fabric_accumulating(parts: Parts, steps: int = 4) -> Callable[[], None]:
 
 
 def _fabric() -> Any:
-    from lightning_fabric import Fabric
-    from lightning_fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     if not dist.is_initialized():
         return Fabric(accelerator="cpu", devices=1)
@@ -233,7 +233,7 @@ def cases() -> dict[str, dict[str, Build]]:
         "ours, accumulate": under_accumulate(Accelerator),
         "accelerate": prepared(Theirs),
         "accelerate, accumulate": under_accumulate(Theirs),
-        "fabric": fabric,
+        **({"fabric": fabric} if has_fabric() else {}),
         "plain, again": plain,
     }
     if not dist.is_initialized():
@@ -242,7 +242,7 @@ def cases() -> dict[str, dict[str, Build]]:
         "plain": plain_accumulating,
         "ours": under_accumulate(Accelerator, 4),
         "accelerate": under_accumulate(Theirs, 4, step_scheduler_with_optimizer=False),
-        "fabric": fabric_accumulating,
+        **({"fabric": fabric_accumulating} if has_fabric() else {}),
         "plain, again": plain_accumulating,
     }
     return {"step": step, "window": window}

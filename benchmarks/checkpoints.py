@@ -20,7 +20,6 @@ measure something else.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -34,7 +33,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from figures import HERE, Figure, save, table
+from figures import HERE, Figure, options, report, require, spread_of
 
 Times = dict[str, list[float]]
 """Seconds, or bytes, one for each round, by what was measured."""
@@ -144,8 +143,8 @@ class Rounds:
         self.note("behind: small committed", committed)
 
 
-def measure(
-    quick: bool = False,
+def run(
+    quick: bool,
     megabytes: float | None = None,
     rounds: int | None = None,
     folder: Path | None = None,
@@ -154,6 +153,7 @@ def measure(
     """Measure everything, interleaved."""
     megabytes = megabytes or (QUICK_MEGABYTES if quick else MEGABYTES)
     rounds = rounds or (3 if quick else 7)
+    require("accelerate")
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checkpoints-", dir=folder or HERE)))
         workers = {name: stack.enter_context(running(name, megabytes)) for name in LIBRARIES}
@@ -245,7 +245,9 @@ def _compared(times: Times, what: str, ours: str, theirs: str, goal: float | Non
     words = [f"median {middle[ours] * 1e3:.3g} ms, {middle[ours] / middle[theirs]:.2f}"]
     words.append(f"cpu {middle[f'{ours}, cpu'] * 1e3:.3g} ms, {middle[f'{ours}, cpu'] / middle[f'{theirs}, cpu']:.2f}")
     words += [f"{name.partition(':')[0]} {min(times[name]) * 1e3:.3g} ms" for name in others]
-    return Figure(what, min(entry) * 1e3, "ms", min(other) * 1e3, theirs.partition(":")[0], goal=goal, spread=f"({'; '.join(words)})")
+    low, high = spread_of([mine / base for mine, base in zip(entry, other, strict=False)])
+    name, note = theirs.partition(":")[0], f"({'; '.join(words)})"
+    return Figure(what, min(entry) * 1e3, "ms", min(other) * 1e3, name, goal=goal, spread=note, low=low, high=high)
 
 
 def _memory(times: Times) -> Figure:
@@ -258,19 +260,20 @@ def _memory(times: Times) -> Figure:
     return Figure("load: peak memory, in copies of the checkpoint", said["ours"][0], "copies", goal=1.02, spread=f"({'; '.join(words)})")
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of all parts."""
+    return figures(run(quick))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes, and fewer rounds")
+    parser = options(__doc__)
     parser.add_argument("--megabytes", type=float, help="size of the weights; AdamW has twice that")
     parser.add_argument("--rounds", type=int, help="how often everything is measured")
     parser.add_argument("--only", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--folder", type=Path, help="where files are written, on the disk that is meant")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = figures(measure(options.quick, options.megabytes, options.rounds, options.folder, options.only or PARTS))
-    print(table("checkpoints", found))
-    if options.json:
-        save(options.json, {"checkpoints": found})
+    given = parser.parse_args()
+    found = figures(run(given.quick, given.megabytes, given.rounds, given.folder, given.only or PARTS))
+    report("checkpoints", found, given)
 
 
 if __name__ == "__main__":

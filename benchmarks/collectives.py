@@ -11,15 +11,10 @@ The figure of a contender is its best round (`ratio` compares these); the ratio 
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures import Figure, launch, quiet_environment, save, table
+from figures import Figure, best_of, job, options, report, require
 
 Rounds = dict[str, dict[str, list[float]]]
 """Seconds per call: by case, by contender, one for each round."""
@@ -41,49 +36,40 @@ WHAT = {
 GOALS = {("one tensor", "torch"): 1.3, ("20 tensors", "accelerate"): 0.15, ("64 dicts", "accelerate"): 0.6}
 
 
-def measure(ranks: int = 2, quick: bool = False, cases: Sequence[str] = (), profile: Path | None = None) -> Rounds:
+def run(ranks: int, quick: bool, cases: Sequence[str] = (), profile: Path | None = None) -> Rounds:
     """Run one job that measures everything."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rounds.json"
-        words = [str(output), "--rounds", "80" if quick else "240", "--calls", "5"]
-        words += [word for case in cases for word in ("--case", case)]
-        words += ["--profile", str(profile)] if profile else []
-        subprocess.run(launch(ranks, "_collectives_worker.py", *words), check=True, timeout=900, env=quiet_environment())
-        found: Rounds = json.loads(output.read_text())
+    require("accelerate")
+    words = ["--rounds", "80" if quick else "240", "--calls", "5", *(word for case in cases for word in ("--case", case))]
+    words += ["--profile", str(profile)] if profile else []
+    found: Rounds = job(ranks, "_collectives_worker.py", *words, limit=900)
     return found
 
 
 def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     """Return our figures against each of the others, those with a goal first."""
     found = [
-        Figure(
-            WHAT[case],
-            min(times["ours"]) * 1e6,
-            "us",
-            min(times[other]) * 1e6,
-            other,
-            goal=GOALS.get((case, other)) if ranks == 2 else None,
-            spread=f"(medians {statistics.median(times['ours']) / statistics.median(times[other]):.2f})",
-        )
-        for case, times in rounds.items()
+        best_of(WHAT[case], "us", times["ours"], times[other], other, GOALS.get((case, other)) if ranks == 2 else None)
+        for case, seconds in rounds.items()
+        for times in [{name: [second * 1e6 for second in found] for name, found in seconds.items()}]
         for other in times
         if other != "ours"
     ]
     return sorted(found, key=lambda figure: figure.goal is None)
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of two ranks."""
+    return figures(run(2, quick), 2)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a third of the rounds")
     parser.add_argument("--case", action="append", default=[], choices=WHAT, help="only this one; may be repeated")
     parser.add_argument("--profile", type=Path, help="append where ours spends its time to this file")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = figures(measure(options.ranks, options.quick, options.case, options.profile), options.ranks)
-    print(table(f"collectives on {options.ranks} ranks", found))
-    if options.json:
-        save(options.json, {"collectives": found})
+    given = parser.parse_args()
+    found = figures(run(given.ranks, given.quick, given.case, given.profile), given.ranks)
+    report("collectives", found, given)
 
 
 if __name__ == "__main__":

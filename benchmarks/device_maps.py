@@ -13,16 +13,14 @@ a budget, counting the room for the largest offloaded layer, or that leaves a te
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from figures import Figure, save, table
+from figures import Figure, options, report
 from torch import nn
 from turns import Times, compared, in_turns
 
@@ -202,14 +200,10 @@ def measure(quick: bool = False) -> list[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = measure(options.quick)
-    print(table("device maps", found))
-    if options.json:
-        save(options.json, {"device maps": found})
+    parser = options(__doc__)
+    given = parser.parse_args()
+    found = measure(given.quick)
+    report("device maps", found, given)
 
 
 if __name__ == "__main__":

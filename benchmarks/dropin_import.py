@@ -10,15 +10,14 @@ and `from transformers import Trainer` at most 1.00 x.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from dropin_trainer import provide_accelerate
-from figures import Figure, quiet_environment, save, table
+from dropin_trainer import ORIGINAL, environment_with, provide_accelerate
+from figures import Figure, best_of, options, report
 
 SLIPSTREAM = "import slipstream; slipstream.Accelerator"
 DROP_IN = "import accelerate; accelerate.Accelerator"
@@ -30,12 +29,8 @@ Times = tuple[float, float]
 
 def run(program: str, folder: Path | None) -> Times:
     """Return the seconds that an interpreter takes for a program, with a folder in front of its path; and those of its processor."""
-    environment = quiet_environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", PYTHONWARNINGS="ignore")
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    if folder is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
     began, before = time.perf_counter(), os.times()
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", program], env=environment_with(folder), check=True, timeout=300)
     after = os.times()
     return time.perf_counter() - began, after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -46,26 +41,26 @@ def compare(what: str, pair: tuple[tuple[str, Path | None], tuple[str, Path | No
     for number in range(rounds + 1):
         for index in (0, 1) if number % 2 else (1, 0):
             times[index].append(run(*pair[index]))
-    (ours, our_processor), (theirs, their_processor) = (map(min, zip(*entries[1:], strict=True)) for entries in times)
-    return Figure(what, ours, "s", theirs, other, goal=goal, spread=f"(processor time {our_processor / their_processor:.2f})")
+    (ours, our_cpu), (theirs, their_cpu) = (list(zip(*entries[1:], strict=True)) for entries in times)
+    return best_of(what, "s", ours, theirs, other, goal, f"CPU {min(our_cpu) / min(their_cpu):.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerate", type=Path, default=Path(sys.prefix) / "accelerate-1.15", help="the folder with Accelerate 1.15")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    folder = options.accelerate.resolve()
+def measure(quick: bool, folder: Path = ORIGINAL, rounds: int | None = None) -> list[Figure]:
+    """Return both figures; the folder has Accelerate 1.15."""
     provide_accelerate(folder)
-    rounds = options.rounds
-    found = [
+    rounds = rounds or (3 if quick else 7)
+    return [
         compare(DROP_IN, ((DROP_IN, None), (SLIPSTREAM, None)), "slipstream", 1.10, rounds),
         compare(TRAINER, ((TRAINER, None), (TRAINER, folder)), "Accelerate", 1.00, rounds),
     ]
-    print(table("Importing", found))
-    if options.json is not None:
-        save(options.json, {"dropin import": found})
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--accelerate", type=Path, default=ORIGINAL, help="the folder with Accelerate 1.15")
+    parser.add_argument("--rounds", type=int, help="how often each program runs")
+    given = parser.parse_args()
+    report("dropin import", measure(given.quick, given.accelerate.resolve(), given.rounds), given)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,15 @@ memory, by transformers alone: no offload can be faster, and of a large model it
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from dropin_trainer import provide_accelerate
-from figures import HERE, Figure, quiet_environment, save, table
+from dropin_trainer import ORIGINAL, environment_with, provide_accelerate
+from figures import HERE, Figure, best_of, options, report
 
 GOALS = {"tiny GPT-2": 0.3}
 OURS, THEIRS, PLAIN = "drop-in", "Accelerate", "in memory"
@@ -39,17 +36,15 @@ def write_model(folder: Path, sizes: dict[str, int]) -> dict[str, str]:
         "c = GPT2Config(n_positions=256, bos_token_id=0, eos_token_id=0, pad_token_id=0, **json.loads(sys.argv[2])); "
         "GPT2LMHeadModel(c).save_pretrained(sys.argv[1])"
     )
-    environment = quiet_environment(TRANSFORMERS_VERBOSITY="error", PYTHONWARNINGS="ignore")
-    subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(sizes)], check=True, env=environment, capture_output=True)
+    words = [sys.executable, "-c", code, str(folder), json.dumps(sizes)]
+    subprocess.run(words, check=True, env=environment_with(None), capture_output=True)
     layers = {f"transformer.h.{number}": "disk" for number in range(sizes["n_layer"])}
     return {**dict.fromkeys(("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"), "cpu"), **layers}
 
 
 def run(who: str, folder: Path, device_map: dict[str, str], tokens: int, accelerate: Path, profile: str = "") -> dict[str, Any]:
     """Run one process and return its times."""
-    environment = quiet_environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", PYTHONWARNINGS="ignore")
-    if who == THEIRS:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(accelerate), environment.get("PYTHONPATH")]))
+    environment = environment_with(accelerate if who == THEIRS else None)
     with tempfile.TemporaryDirectory(dir=folder) as offload_folder:
         where = "plain" if who == PLAIN else json.dumps(device_map)
         words = [sys.executable, str(HERE / "_dropin_offload_worker.py"), str(folder), offload_folder, where, str(tokens)]
@@ -61,7 +56,7 @@ def run(who: str, folder: Path, device_map: dict[str, str], tokens: int, acceler
     return result
 
 
-def measure(name: str, rounds: int, tokens: int, accelerate: Path, profile: str) -> list[Figure]:
+def compare(name: str, rounds: int, tokens: int, accelerate: Path, profile: str = "") -> list[Figure]:
     """Return the figures of a model: the best of interleaved rounds."""
     results: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: [], PLAIN: []}
     with tempfile.TemporaryDirectory(dir=HERE) as made:
@@ -79,31 +74,33 @@ def measure(name: str, rounds: int, tokens: int, accelerate: Path, profile: str)
     for key, what in parts.items():
         ours, theirs, plain = ([result[key] for result in results[who]] for who in (OURS, THEIRS, PLAIN))
         goal = GOALS.get(name) if key == "both" else None
-        spread = f"(medians {statistics.median(ours) / statistics.median(theirs):.2f}; in memory {min(plain):.3g} s)"
-        found.append(Figure(f"{name}: {what}", min(ours), "s", min(theirs), THEIRS, goal=goal, spread=spread))
+        found.append(best_of(f"{name}: {what}", "s", ours, theirs, THEIRS, goal, f"in memory {min(plain):.3g} s"))
     texts = {tuple(result["tokens"]) for who in results for result in results[who]}
     found.append(Figure(f"{name}: different texts", len(texts) - 1, "", goal=0.0))
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of both models; quickly, of the tiny one."""
+    provide_accelerate()
+    return [figure for name in list(MODELS)[: 1 if quick else None] for figure in compare(name, 5, 64, ORIGINAL)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerate", type=Path, default=Path(sys.prefix) / "accelerate-1.15", help="the folder with Accelerate 1.15")
+    parser = options(__doc__)
+    parser.add_argument("--accelerate", type=Path, default=ORIGINAL, help="the folder with Accelerate 1.15")
     parser.add_argument("--only", choices=MODELS, help="only this model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--profile", default="", help="write a profile of a further run of the drop-in to this file")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    provide_accelerate(options.accelerate)
+    given = parser.parse_args()
+    provide_accelerate(given.accelerate)
     found = [
         figure
-        for name in ([options.only] if options.only else MODELS)
-        for figure in measure(name, options.rounds, options.tokens, options.accelerate, options.profile)
+        for name in ([given.only] if given.only else MODELS)
+        for figure in compare(name, given.rounds, given.tokens, given.accelerate, given.profile)
     ]
-    print(table("device_map with the disk: transformers on the drop-in", found))
-    if options.json:
-        save(options.json, {"dropin offload": found})
+    report("dropin offload", found, given)
 
 
 if __name__ == "__main__":

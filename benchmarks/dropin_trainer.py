@@ -14,16 +14,15 @@ drop-in; Accelerate would run one process with these flags, so there it is `--mu
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
-from figures import HERE, Figure, quiet_environment, save, table
+from figures import HERE, Figure, Missing, best_of, options, quiet_environment, report, require
 
 Result = dict[str, float]
 OURS, THEIRS = "drop-in", "Accelerate"
@@ -35,19 +34,32 @@ LAUNCH = {
 }
 
 
-def provide_accelerate(folder: Path) -> None:
-    """Install Accelerate 1.15 into a folder that does not exist yet."""
+ORIGINAL = Path(sys.prefix) / "original"
+"""The folder with Accelerate 1.15, where `make test-ecosystem` puts it."""
+
+
+def provide_accelerate(folder: Path = ORIGINAL) -> None:
+    """Raise `Missing` without transformers and the drop-in; install Accelerate 1.15 into a folder that does not exist yet."""
+    require("transformers", "accelerate")
+    if not any(name.startswith("slipstream") for name in metadata.requires("accelerate") or ()):
+        raise Missing("this needs the drop-in, and here `accelerate` is the original: run it in `.venv-ecosystem` (make test-ecosystem)")
     if not folder.exists():
         words = ["--disable-pip-version-check", "install", "--quiet", "--no-deps", "--target", str(folder), "accelerate==1.15.0"]
         subprocess.run([sys.executable, "-m", "pip", *words], check=True)
 
 
+def environment_with(folder: Path | None) -> dict[str, str]:
+    """Return the environment of a measured program, with a folder in front of its path."""
+    found = quiet_environment(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", PYTHONWARNINGS="ignore")
+    found.pop("PYTHONDONTWRITEBYTECODE", None)
+    if folder is not None:
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), found.get("PYTHONPATH")]))
+    return found
+
+
 def run(who: str, processes: int, steps: int, folder: Path) -> Result:
     """Run one job and return the seconds to the first step, per step (wall and CPU), and the loss."""
-    environment = quiet_environment(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", PYTHONWARNINGS="ignore")
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    if who == THEIRS:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
+    environment = environment_with(folder if who == THEIRS else None)
     script = str(HERE / "_trainer_worker.py")
     words = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH[who, processes], script, str(steps)]
     began = time.time()
@@ -59,7 +71,7 @@ def run(who: str, processes: int, steps: int, folder: Path) -> Result:
     return {**result, "first": result["first"] - began}
 
 
-def measure(processes: int, rounds: int, steps: int, folder: Path) -> list[Figure]:
+def compare(processes: int, rounds: int, steps: int, folder: Path) -> list[Figure]:
     """Return the figures for so many processes: best and median of interleaved rounds."""
     results: dict[str, list[Result]] = {OURS: [], THEIRS: []}
     for number in range(rounds):
@@ -67,33 +79,36 @@ def measure(processes: int, rounds: int, steps: int, folder: Path) -> list[Figur
             results[who].append(run(who, processes, steps, folder))
     found = []
     title = "one process" if processes == 1 else f"{processes} processes"
-    cpu = f"; CPU time {min(found['cpu'] for found in results[OURS]) / min(found['cpu'] for found in results[THEIRS]):.2f}"
+    cpu = f"CPU {min(found['cpu'] for found in results[OURS]) / min(found['cpu'] for found in results[THEIRS]):.2f}"
     for name, what, unit, scale, goal in (("step", "a step", "ms", 1e3, 1.0), ("first", "command to first step", "s", 1.0, 0.8)):
         ours, theirs = ([result[name] * scale for result in results[who]] for who in (OURS, THEIRS))
-        spread = f"(medians {statistics.median(ours) / statistics.median(theirs):.2f}{cpu if name == 'step' else ''})"
-        found.append(Figure(f"{title}: {what}", min(ours), unit, min(theirs), THEIRS, goal=goal, spread=spread))
+        found.append(best_of(f"{title}: {what}", unit, ours, theirs, THEIRS, goal, cpu if name == "step" else ""))
     losses = [result["loss"] for who in (OURS, THEIRS) for result in results[who]]
     found.append(Figure(f"{title}: difference of the losses", max(losses) - min(losses), "", goal=0.0, spread=f"(loss {losses[0]})"))
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of one and of two processes."""
+    provide_accelerate()
+    rounds, steps = (2, 100) if quick else (5, 300)
+    return [figure for processes in (1, 2) for figure in compare(processes, rounds, steps, ORIGINAL)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerate", type=Path, default=Path(sys.prefix) / "accelerate", help="the folder with Accelerate 1.15")
+    parser = options(__doc__)
+    parser.add_argument("--accelerate", type=Path, default=ORIGINAL, help="the folder with Accelerate 1.15")
     parser.add_argument("--processes", type=int, action="append", choices=(1, 2), help="only on so many processes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    provide_accelerate(options.accelerate)
+    given = parser.parse_args()
+    provide_accelerate(given.accelerate)
     found = [
         figure
-        for processes in options.processes or (1, 2)
-        for figure in measure(processes, options.rounds, options.steps, options.accelerate)
+        for processes in given.processes or (1, 2)
+        for figure in compare(processes, given.rounds, given.steps, given.accelerate)
     ]
-    print(table("transformers' Trainer on the drop-in", found))
-    if options.json:
-        save(options.json, {"dropin trainer": found})
+    report("dropin trainer", found, given)
 
 
 if __name__ == "__main__":

@@ -15,33 +15,17 @@ The peak of resident memory beyond the imports and `prepare` itself are for info
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
-from figures import HERE, Figure, launch, quiet_environment, save, table
+from figures import Figure, job, options, report
 from turns import against_plain
 
 WORKER = "_fsdp_worker.py"
 
 
-def run(ranks: int, *words: str) -> Any:
-    """Run one job of the worker and return what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "found.json"
-        all_words = [str(output), *words]
-        command = [sys.executable, str(HERE / WORKER), *all_words] if ranks == 1 else launch(ranks, WORKER, *all_words)
-        subprocess.run(command, check=True, timeout=1800, env=quiet_environment())
-        return json.loads(output.read_text())
-
-
-def steps(ranks: int, quick: bool, profile: Path | None) -> list[Figure]:
+def steps(ranks: int, quick: bool, profile: Path | None = None) -> list[Figure]:
     words = ["--builds", "2" if quick else "5", "--rounds", "30" if quick else "80"]
-    rounds = run(ranks, *words, *(["--profile", str(profile)] if profile else []))
+    rounds = job(ranks, WORKER, *words, *(["--profile", str(profile)] if profile else []))
     return [
         against_plain(f"{ranks} processes: step, prepared", 1.03, rounds["step"], "ours"),
         against_plain(f"{ranks} processes: step under accumulate", 1.03, rounds["step"], "ours, accumulate"),
@@ -50,7 +34,7 @@ def steps(ranks: int, quick: bool, profile: Path | None) -> list[Figure]:
 
 
 def memory(ranks: int) -> list[Figure]:
-    alone, shared = run(1, "--memory"), run(ranks, "--memory")
+    alone, shared = job(1, WORKER, "--memory"), job(ranks, WORKER, "--memory")
     what = f"on {ranks} ranks"
     return [
         Figure(f"state of a rank {what}", shared["state"] / 2**20, "MiB", alone["state"] / 2**20, "one process", goal=0.27),
@@ -58,17 +42,18 @@ def memory(ranks: int) -> list[Figure]:
     ]
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of steps on two ranks, and of the memory of four."""
+    return [*steps(2, quick), *memory(4)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the timed steps")
-    parser.add_argument("--quick", action="store_true", help="a sixth of the rounds")
     parser.add_argument("--profile", type=Path, help="append where the loop by hand and ours spend their time to this file")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = [*steps(options.ranks, options.quick, options.profile), *memory(4)]
-    print(table("sharded training", found))
-    if options.json:
-        save(options.json, {"fsdp": found})
+    given = parser.parse_args()
+    found = [*steps(given.ranks, given.quick, given.profile), *memory(4)]
+    report("sharded training", found, given)
 
 
 if __name__ == "__main__":

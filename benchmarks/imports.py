@@ -1,6 +1,6 @@
 """The cost of `--help`, of imports, and of `env`: against `import torch` and others, interleaved.
 
-    python benchmarks/imports.py [--repeats 10] [--json FILE]
+    python benchmarks/imports.py [--quick] [--repeats 10] [--json FILE]
 
 Every command is a separate process, and its figure is its best wall time, followed by the ratio of the CPU times.
 
@@ -10,15 +10,13 @@ Every command is a separate process, and its figure is its best wall time, follo
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from figures import Figure, quiet_environment, save, slipstream, table
+from figures import Figure, best_of, options, quiet_environment, report, slipstream
 
 TORCH_FREE = (("launch", "--help"), ("env",), ("config", "--help"), ("--help",))
 """Commands of ours that import no torch."""
@@ -34,13 +32,12 @@ def commands() -> dict[str, list[str]]:
         "slipstream env": slipstream("env"),
     }
     if importlib.util.find_spec("accelerate"):
-        accelerate = str(Path(sys.executable).parent / "accelerate")
-        found["accelerate launch --help"] = [accelerate, "launch", "--help"]
+        accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+        found["accelerate launch --help"] = [*accelerate, "launch", "--help"]
         found["accelerate.PartialState"] = [*python, "import accelerate; accelerate.PartialState"]
-        found["accelerate env"] = [accelerate, "env"]
-    if importlib.util.find_spec("lightning_fabric"):
-        found["fabric run --help"] = [str(Path(sys.executable).parent / "fabric"), "run", "--help"]
-        found["lightning_fabric.Fabric"] = [*python, "from lightning_fabric import Fabric"]
+        found["accelerate env"] = [*accelerate, "env"]
+    if importlib.util.find_spec("lightning"):
+        found["lightning.fabric.Fabric"] = [*python, "from lightning.fabric import Fabric"]
     return found
 
 
@@ -56,13 +53,17 @@ def run(command: list[str]) -> tuple[float, float]:
     return wall, usage.ru_utime + usage.ru_stime
 
 
-def measure(repeats: int) -> dict[str, tuple[float, float]]:
-    """Return the best wall and the best CPU time of each command, interleaved."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands()}
+Times = dict[str, list[tuple[float, float]]]
+"""Wall and CPU seconds of each run, by command."""
+
+
+def run_all(repeats: int) -> Times:
+    """Return the times of all commands, interleaved."""
+    times: Times = {name: [] for name in commands()}
     for _ in range(repeats):
         for name, command in commands().items():
             times[name].append(run(command))
-    return {name: (min(wall for wall, _ in found), min(cpu for _, cpu in found)) for name, found in times.items()}
+    return times
 
 
 def modules_of_torch(words: tuple[str, ...]) -> list[str]:
@@ -75,12 +76,12 @@ def modules_of_torch(words: tuple[str, ...]) -> list[str]:
     return [name for name in names if name.split(".")[0] == "torch"]
 
 
-def figures(times: dict[str, tuple[float, float]]) -> list[Figure]:
+def figures(times: Times) -> list[Figure]:
     """Return our figures against torch, which has the goals, and against the counterparts of others."""
 
     def compare(ours: str, other: str, goal: float | None = None) -> Figure:
-        cpu = times[ours][1] / times[other][1]
-        return Figure(ours, times[ours][0], "s", times[other][0], other, goal, f"(CPU {cpu:.2f})")
+        (wall, cpu), (their_wall, their_cpu) = (list(zip(*times[name], strict=True)) for name in (ours, other))
+        return best_of(ours, "s", wall, their_wall, other, goal, f"CPU {min(cpu) / min(their_cpu):.2f}")
 
     found = [
         compare("slipstream launch --help", "import torch", 0.1),
@@ -89,22 +90,23 @@ def figures(times: dict[str, tuple[float, float]]) -> list[Figure]:
     ]
     pairs = [("launch --help", "slipstream launch --help"), ("PartialState", "slipstream.PartialState"), ("env", "slipstream env")]
     found += [compare(ours, other) for what, ours in pairs for other in times if other.startswith("accelerate") and other.endswith(what)]
-    others = [("slipstream launch --help", "fabric run --help"), ("slipstream.PartialState", "lightning_fabric.Fabric")]
-    found += [compare(ours, other) for ours, other in others if other in times]
+    found += [compare("slipstream.PartialState", other) for other in times if other == "lightning.fabric.Fabric"]
     for words in TORCH_FREE:
         found.append(Figure(f"modules of torch in `slipstream {' '.join(words)}`", len(modules_of_torch(words)), "modules", goal=0))
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return all figures."""
+    return figures(run_all(4 if quick else 10))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = figures(measure(options.repeats))
-    print(table("imports", found))
-    if options.json:
-        save(options.json, {"imports": found})
+    parser = options(__doc__)
+    parser.add_argument("--repeats", type=int, help="how often each command runs")
+    given = parser.parse_args()
+    found = figures(run_all(given.repeats)) if given.repeats else measure(given.quick)
+    report("imports", found, given)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Exits with 1 when a goal is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from figures import Figure, launch, quiet_environment, save, table
+from figures import Figure, launch, options, percentile, quiet_environment, report
 
 LIMIT = 60.0
 """Seconds after which a job counts as stuck."""
@@ -104,10 +103,6 @@ def _await_note(path: Path, launcher: subprocess.Popen[bytes]) -> dict[str, str]
     return found
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
-
-
 def figures(kills: list[Kill]) -> list[Figure]:
     """Return the figures of the slowest survivor and the launcher, and how many kills met the goals."""
     found = []
@@ -123,21 +118,18 @@ def figures(kills: list[Kill]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="jobs, of 2 and 4 ranks in turns")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    chance = random.Random(options.seed)
+    given = parser.parse_args()
+    chance = random.Random(given.seed)
     kills = []
-    for number in range(options.kills):
+    for number in range(given.kills):
         kills.append(kill_once((2, 4)[number % 2], chance))
         for trouble in kills[-1].troubles:
             print(f"kill {number} (rank {kills[-1].victim} of {kills[-1].ranks}): {trouble}", flush=True)
     found = figures(kills)
-    print(table("kills", found))
-    if options.json:
-        save(options.json, {"kills": found})
+    report("kills", found, given)
     sys.exit(not all(figure.met for figure in found))
 
 

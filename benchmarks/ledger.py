@@ -13,26 +13,14 @@ added microseconds, plain PyTorch, and off against itself, which shows the noise
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
-from figures import HERE, Figure, launch, quiet_environment, save, table
+from figures import Figure, job, options, report
 from turns import Rounds, added, compared, ratio
 
 
-def measure(ranks: int, quick: bool = False) -> Rounds:
+def run(ranks: int, quick: bool = False) -> Rounds:
     """Run one job that measures everything."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rounds.json"
-        words = [str(output), "--builds", "2" if quick else "6", "--rounds", "40" if quick else "100"]
-        worker = "_ledger_worker.py"
-        command = [sys.executable, str(HERE / worker), *words] if ranks == 1 else launch(ranks, worker, *words)
-        subprocess.run(command, check=True, timeout=1800, env=quiet_environment())
-        found: Rounds = json.loads(output.read_text())
+    words = ["--builds", "2" if quick else "6", "--rounds", "40" if quick else "100"]
+    found: Rounds = job(ranks, "_ledger_worker.py", *words)
     return found
 
 
@@ -55,16 +43,17 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of one process, then of two."""
+    return [figure for ranks in (1, 2) for figure in figures(run(ranks, quick), ranks)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, action="append", choices=(1, 2), help="only on so many ranks")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the rounds")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = [figure for ranks in options.ranks or (1, 2) for figure in figures(measure(ranks, options.quick), ranks)]
-    print(table("ledger", found))
-    if options.json:
-        save(options.json, {"ledger": found})
+    given = parser.parse_args()
+    found = [figure for ranks in given.ranks or (1, 2) for figure in figures(run(ranks, given.quick), ranks)]
+    report("ledger", found, given)
 
 
 if __name__ == "__main__":

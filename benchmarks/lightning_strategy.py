@@ -12,26 +12,16 @@ differs is sampling, the wrapper, collectives for logging, and the agreement abo
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
-import tempfile
-from pathlib import Path
-
-from figures import Figure, launch, quiet_environment, save, table
+from figures import Figure, best_of, job, options, report, require
 
 Times = dict[str, dict[str, list[tuple[float, float]]]]
 """Seconds per step of each round by case and strategy: by the clock, and of the processor."""
 
 
-def measure(rounds: int, steps: int) -> Times:
+def run(rounds: int, steps: int) -> Times:
     """Run one job on two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        command = launch(2, "_lightning_worker.py", str(output), str(rounds), str(steps), "2")
-        subprocess.run(command, check=True, timeout=1800, env=quiet_environment(), cwd=folder)
-        found: Times = json.loads(output.read_text())
+    require("lightning")
+    found: Times = job(2, "_lightning_worker.py", str(rounds), str(steps), "2", apart=True)
     return found
 
 
@@ -39,22 +29,24 @@ def figures(times: Times) -> list[Figure]:
     """Return the best rounds, per step."""
     found = []
     for case, by_strategy in times.items():
-        (ours, our_cpu), (theirs, their_cpu) = (zip(*by_strategy[name], strict=True) for name in ("slipstream", "ddp"))
-        note = f"medians {statistics.median(ours) / statistics.median(theirs):.2f}, processor {min(our_cpu) / min(their_cpu):.2f}"
-        found.append(Figure(case, min(ours) * 1e6, "us", min(theirs) * 1e6, "Lightning's DDP", goal=1.0, spread=note))
+        (ours, our_cpu), (theirs, their_cpu) = (
+            zip(*([second * 1e6 for second in both] for both in by_strategy[name]), strict=True) for name in ("slipstream", "ddp")
+        )
+        found.append(best_of(case, "us", ours, theirs, "Lightning's DDP", 1.0, f"CPU {min(our_cpu) / min(their_cpu):.2f}"))
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return all figures."""
+    return figures(run(2, 100) if quick else run(5, 400))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds of 100 steps")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = figures(measure(2, 100) if options.quick else measure(options.rounds, 400))
-    print(table("Lightning", found))
-    if options.json:
-        save(options.json, {"lightning": found})
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, help="how often everything is measured")
+    given = parser.parse_args()
+    found = figures(run(given.rounds, 400)) if given.rounds else measure(given.quick)
+    report("lightning", found, given)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,9 @@ the start-up cost, when the ranks compare what they are about to read. Goals:
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-from figures import HERE, Figure, launch, quiet_environment, save, table
+from figures import Figure, job, options, report, require
 from turns import Rounds, against_plain, compared
 
 SHARED: dict[tuple[int, str], tuple[str, float | None]] = {
@@ -38,16 +33,12 @@ DISPATCHED = {
 }
 
 
-def measure(ranks: int, quick: bool = False, profile: Path | None = None) -> Rounds:
+def run(ranks: int, quick: bool = False, profile: Path | None = None) -> Rounds:
     """Run one job that measures everything."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rounds.json"
-        words = [str(output), "--rounds", "50" if quick else "250"]
-        words += ["--profile", str(profile)] if profile else []
-        worker = "_loading_worker.py"
-        command = [sys.executable, str(HERE / worker), *words] if ranks == 1 else launch(ranks, worker, *words)
-        subprocess.run(command, check=True, timeout=1800, env=quiet_environment())
-        found: Rounds = json.loads(output.read_text())
+    words = ["--rounds", "50" if quick else "250"]
+    words += ["--profile", str(profile)] if profile else []
+    require("accelerate")
+    found: Rounds = job(ranks, "_loading_worker.py", *words)
     return found
 
 
@@ -59,17 +50,18 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of one process, then of two."""
+    return [figure for ranks in (1, 2) for figure in figures(run(ranks, quick), ranks)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, action="append", choices=(1, 2), help="only on so many ranks")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
     parser.add_argument("--profile", type=Path, help="append where plain PyTorch and ours spend their time to this file")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = [figure for ranks in options.ranks or (1, 2) for figure in figures(measure(ranks, options.quick, options.profile), ranks)]
-    print(table("loading", found))
-    if options.json:
-        save(options.json, {"loading": found})
+    given = parser.parse_args()
+    found = [figure for ranks in given.ranks or (1, 2) for figure in figures(run(ranks, given.quick, given.profile), ranks)]
+    report("loading", found, given)
 
 
 if __name__ == "__main__":

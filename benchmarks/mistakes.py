@@ -7,27 +7,19 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from figures import Figure, launch, quiet_environment, save, table
+from figures import Figure, job, options, report
 
 Seen = list[dict[str, dict[str, Any]]]
 """By rank and mistake: type, message, seconds, works."""
 EXPECTED = "MismatchError"
 
 
-def measure(ranks: int) -> Seen:
+def run(ranks: int) -> Seen:
     """Run one job that makes every mistake."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "seen.json"
-        subprocess.run(launch(ranks, "_mistakes_worker.py", str(output)), check=True, timeout=120, env=quiet_environment())
-        found: Seen = json.loads(output.read_text())
+    found: Seen = job(ranks, "_mistakes_worker.py", limit=120)
     return found
 
 
@@ -44,19 +36,21 @@ def figures(seen: Seen) -> list[Figure]:
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of two and of four ranks; there is nothing to leave out for a quick run."""
+    return [figure for ranks in (2, 4) for figure in figures(run(ranks))]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--show", action="store_true", help="print the message of each mistake on two ranks")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    two, four = measure(2), measure(4)
-    if options.show:
+    given = parser.parse_args()
+    two, four = run(2), run(4)
+    if given.show:
         for name, entry in two[0].items():
             print(f"--- {name}\n{entry['message']}\n")
     found = [*figures(two), *figures(four)]
-    print(table("mistakes", found))
-    if options.json:
-        save(options.json, {"mistakes": found})
+    report("mistakes", found, given)
     sys.exit(not all(figure.met for figure in found))
 
 

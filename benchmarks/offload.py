@@ -25,7 +25,6 @@ beside this script, or in `--folder`, and removed; a memory file system would me
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -41,8 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from figures import HERE, Figure, save, table
-from turns import ratio
+from figures import HERE, Figure, options, report, require, spread_of
+from turns import ratio, ratios
 
 SHARE = 0.85
 """Of the disk's speed, at least."""
@@ -218,7 +217,8 @@ def forward(what: str, times: dict[str, dict[str, list[float]]], name: str, goal
     words.append(f"plain/plain {ratio(times['plain, again']['wall'], plain['wall']):.3f}")
     entry, other = (statistics.median(found["wall"]) * 1e3 for found in (ours, plain))
     paired = ratio(ours["wall"], plain["wall"])
-    return Figure(what, entry, "ms", other, "plain", goal=goal, spread=f"({'; '.join(words)})", paired=paired)
+    low, high = spread_of(ratios(ours["wall"], plain["wall"]))
+    return Figure(what, entry, "ms", other, "plain", goal=goal, spread=f"({'; '.join(words)})", paired=paired, low=low, high=high)
 
 
 def megabytes(size: float) -> str:
@@ -283,8 +283,9 @@ def share(what: str, speeds: Sequence[tuple[float, float]], words: Sequence[str]
     said = [f"{1 / paired:.0%} of the disk", f"best rounds {1 / min(ours):.2f} of {1 / min(disk):.2f} GB/s"]
     said += dict.fromkeys(filter(None, words))
     goal = round(1 / SHARE, 3) if has_goal else None
-    spread = f"({'; '.join(said)})"
-    return Figure(what, statistics.median(ours), "s/GB", statistics.median(disk), "disk", goal=goal, spread=spread, paired=paired)
+    (low, high), note = spread_of(ratios(ours, disk)), f"({'; '.join(said)})"
+    entry, other = statistics.median(ours), statistics.median(disk)
+    return Figure(what, entry, "s/GB", other, "disk", goal=goal, spread=note, paired=paired, low=low, high=high)
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------------------
@@ -389,8 +390,9 @@ def against(what: str, times: dict[str, dict[str, list[float]]], name: str, goal
     """Compare a contender with plain PyTorch: the best rounds, then the medians of the ratios."""
     entry, plain = (min(times[key]["wall"]) * 1e3 for key in (name, "plain"))
     middle = {clock: ratio(times[name][clock], times["plain"][clock]) for clock in ("wall", "cpu")}
-    spread = f"(medians of the ratios: wall {middle['wall']:.2f}, cpu {middle['cpu']:.2f})"
-    return Figure(what, entry, "ms", plain, "plain", goal=goal, spread=spread)
+    note = f"(medians of the ratios: wall {middle['wall']:.2f}, cpu {middle['cpu']:.2f})"
+    low, high = spread_of(ratios(times[name]["wall"], times["plain"]["wall"]))
+    return Figure(what, entry, "ms", plain, "plain", goal=goal, spread=note, low=low, high=high)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------------------
@@ -457,8 +459,9 @@ PARTS: dict[str, Callable[[Place], list[Figure]]] = {
 }
 
 
-def measure(quick: bool = False, rounds: int | None = None, folder: Path | None = None, parts: Sequence[str] = ()) -> list[Figure]:
+def measure(quick: bool, rounds: int | None = None, folder: Path | None = None, parts: Sequence[str] = ()) -> list[Figure]:
     """Return the figures of all parts, or of the given ones."""
+    require("accelerate")
     found = []
     for part in parts or PARTS:
         with tempfile.TemporaryDirectory(prefix=".offload-", dir=folder or HERE) as name:
@@ -467,18 +470,14 @@ def measure(quick: bool = False, rounds: int | None = None, folder: Path | None 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller models, and fewer rounds")
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, help="how often everything is measured")
     parser.add_argument("--only", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--folder", type=Path, help="where files are written, on the disk that is meant")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
+    given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # files go then, too
-    found = measure(options.quick, options.rounds, options.folder, options.only or ())
-    print(table("offload", found))
-    if options.json:
-        save(options.json, {"offload": found})
+    found = measure(given.quick, given.rounds, given.folder, given.only or ())
+    report("offload", found, given)
 
 
 if __name__ == "__main__":

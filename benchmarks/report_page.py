@@ -12,7 +12,6 @@ navigation. Goals:
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, save, table
+from figures import Figure, options, report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 
@@ -60,7 +59,7 @@ def measured(driver: Any, folder: Path, curves: int, steps: int, rounds: int) ->
     return {"made": made, "opened": statistics.median(opened), "worst": max(opened), "size": page.stat().st_size / 1e6}
 
 
-def figures(quick: bool) -> list[Figure]:
+def measure(quick: bool) -> list[Figure]:
     found = []
     with tempfile.TemporaryDirectory() as name, chromium(Path(name) / "profile") as driver:
         for place, (shape, (curves, steps)) in enumerate(SHAPES.items()):
@@ -74,14 +73,10 @@ def figures(quick: bool) -> list[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the points, fewer rounds")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser = options(__doc__)
     given = parser.parse_args()
-    found = figures(given.quick)
-    print(table("the report of a run with many points", found))
-    if given.json:
-        save(given.json, {"report": found})
+    found = measure(given.quick)
+    report("report page", found, given)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,18 @@ The time of a round is that of the slowest rank. The ratio of the best rounds is
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import subprocess
 import tempfile
 from pathlib import Path
 
-from figures import HERE, Figure, launch, quiet_environment, save, table
+from figures import HERE, Figure, best_of, launch, options, quiet_environment, report
 
 Times = dict[str, list[float]]
 MEGABYTES, QUICK_MEGABYTES = 200.0, 50.0
 
 
-def measure(quick: bool = False, megabytes: float | None = None, rounds: int | None = None, folder: Path | None = None) -> Times:
+def run(quick: bool, megabytes: float | None = None, rounds: int | None = None, folder: Path | None = None) -> Times:
     """Measure everything, interleaved."""
     megabytes = megabytes or (QUICK_MEGABYTES if quick else MEGABYTES)
     with tempfile.TemporaryDirectory(prefix=".sharded-", dir=folder or HERE) as place:
@@ -48,25 +46,24 @@ def figures(times: Times) -> list[Figure]:
     ]
     found = []
     for what, name, goal in rows:
-        ours, theirs = times[f"ours: {name}"], times[f"dcp: {name}"]
-        ratio = statistics.median(ours) / statistics.median(theirs)
-        spread = f"(median {statistics.median(ours) * 1e3:.3g} ms, {ratio:.2f})"
-        found.append(Figure(what, min(ours) * 1e3, "ms", min(theirs) * 1e3, "dcp", goal=goal, spread=spread))
+        ours, theirs = ([second * 1e3 for second in times[f"{who}: {name}"]] for who in ("ours", "dcp"))
+        found.append(best_of(what, "ms", ours, theirs, "dcp", goal))
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return all figures."""
+    return figures(run(quick))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes, and fewer rounds")
+    parser = options(__doc__)
     parser.add_argument("--megabytes", type=float, help="size of the weights; AdamW has twice that")
     parser.add_argument("--rounds", type=int, help="how often everything is measured")
     parser.add_argument("--folder", type=Path, help="where files are written, on the disk that is meant")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = figures(measure(options.quick, options.megabytes, options.rounds, options.folder))
-    print(table("sharded checkpoints", found))
-    if options.json:
-        save(options.json, {"sharded_checkpoint": found})
+    given = parser.parse_args()
+    found = figures(run(given.quick, given.megabytes, given.rounds, given.folder))
+    report("sharded checkpoint", found, given)
 
 
 if __name__ == "__main__":

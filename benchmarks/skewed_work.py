@@ -8,27 +8,18 @@ time of the items divided by the processes, or the longest item. Exits with 1 wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from figures import Figure, launch, quiet_environment, save, table
+from figures import Figure, job, options, report
 
 GOALS = {"static": None, "dynamic": 1.1, "dynamic, key": 1.1}
 
 
-def measure(ranks: int, quick: bool = False) -> dict[str, Any]:
+def run(ranks: int, quick: bool) -> dict[str, Any]:
     """Run one job in which all ways of sharing alternate."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "seen.json"
-        words = (str(output), "3" if quick else "7", "200" if quick else "400")
-        subprocess.run(launch(ranks, "_skewed_work_worker.py", *words), check=True, timeout=600, env=quiet_environment())
-        found: dict[str, Any] = json.loads(output.read_text())
+    found: dict[str, Any] = job(ranks, "_skewed_work_worker.py", "3" if quick else "7", "200" if quick else "400", limit=600)
     return found
 
 
@@ -46,8 +37,9 @@ def figures(seen: dict[str, Any], ranks: int) -> list[Figure]:
                 statistics.median(ideals),
                 "ideal",
                 goal=goal,
-                spread=f"({min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} rounds)",
                 paired=statistics.median(ratios),
+                low=min(ratios),
+                high=max(ratios),
             )
         )
     found.append(Figure(f"{ranks} processes: one claim", seen["round_trip"] * 1e6, "us"))
@@ -55,15 +47,16 @@ def figures(seen: dict[str, Any], ranks: int) -> list[Figure]:
     return found
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of two and of four processes."""
+    return [figure for ranks in (2, 4) for figure in figures(run(ranks, quick), ranks)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and items")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = [figure for ranks in (2, 4) for figure in figures(measure(ranks, options.quick), ranks)]
-    print(table("skewed work", found))
-    if options.json:
-        save(options.json, {"skewed work": found})
+    parser = options(__doc__)
+    given = parser.parse_args()
+    found = measure(given.quick)
+    report("skewed work", found, given)
     sys.exit(any(figure.met is False for figure in found))
 
 

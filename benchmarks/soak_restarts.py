@@ -12,7 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from launch import percentile, restarts
+from figures import percentile
+
+from launch import restarts
 
 
 def main(kills: int) -> None:

@@ -12,14 +12,17 @@ within each pass, and the median over all passes is the figure; the same code en
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from figures import Figure
+from figures import Figure, spread_of
 
 Contender = Callable[[int], Any]
 """Makes so many calls."""
@@ -68,6 +71,14 @@ def in_turns(contenders: dict[str, Contender], rounds: int, calls: int, barrier:
     return found
 
 
+def has_fabric() -> bool:
+    """Return whether Lightning is installed, whose Fabric is a further contender; say so where it is not."""
+    found = importlib.util.find_spec("lightning") is not None
+    if not found and os.environ.get("RANK", "0") == "0":
+        print("lightning is not installed: measured without Fabric", file=sys.stderr)
+    return found
+
+
 def joined(ranks: Iterable[dict[str, Any]]) -> dict[str, Clocks]:
     """Combine the times of several ranks: the mean of their CPU times, the longest of their wall times."""
     every = list(ranks)
@@ -86,7 +97,12 @@ def ratio(times: list[float], base: list[float]) -> float:
     >>> ratio([2.0, 3.0, 40.0], [1.0, 2.0, 20.0])
     2.0
     """
-    return statistics.median(entry / other for entry, other in zip(times, base, strict=True))
+    return statistics.median(ratios(times, base))
+
+
+def ratios(times: list[float], base: list[float]) -> list[float]:
+    """Return the ratio within each pass."""
+    return [entry / other for entry, other in zip(times, base, strict=True)]
 
 
 def added(times: list[float], base: list[float]) -> float:
@@ -118,6 +134,7 @@ def compared(
     """Compare two contenders by one of the clocks, followed by the difference, and the ratio by the other clock."""
     beside = "wall" if clock == "cpu" else "cpu"
     more = added(ours[clock], theirs[clock]) * 1e6
+    low, high = spread_of(ratios(ours[clock], theirs[clock]))
     words = [f"{more:+.3g} us" if abs(more) < 100 else f"{more:+.0f} us", f"{beside} {ratio(ours[beside], theirs[beside]):.2f}", *behind]
     return Figure(
         what,
@@ -128,6 +145,8 @@ def compared(
         goal=goal,
         spread=f"({'; '.join(words)})",
         paired=ratio(ours[clock], theirs[clock]),
+        low=low,
+        high=high,
     )
 
 

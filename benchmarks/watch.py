@@ -12,7 +12,6 @@ curves. Goals:
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -26,7 +25,7 @@ import time
 from pathlib import Path
 
 import psutil
-from figures import Figure, save, table
+from figures import Figure, options, report
 
 RUNS, POINTS, RANKS = 8, 100_000, 4
 PHASES = ("data", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "evaluation", "other")
@@ -128,14 +127,10 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer questions")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    found = measure(options.quick)
-    print(table("watch", found))
-    if options.json:
-        save(options.json, {"watch": found})
+    parser = options(__doc__)
+    given = parser.parse_args()
+    found = measure(given.quick)
+    report("watch", found, given)
 
 
 if __name__ == "__main__":

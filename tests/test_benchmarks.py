@@ -1,4 +1,4 @@
-"""What the benchmarks make of their measurements: drawings. Nothing is measured here."""
+"""What the benchmarks make of their measurements: spreads, files, comparisons, drawings. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import baseline  # noqa: E402
 import curves  # noqa: E402
 import figures  # noqa: E402
+import run  # noqa: E402
 import turns  # noqa: E402
 from curves import Curve, Growth  # noqa: E402
+from figures import Figure  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINEAR = Curve("ours", ((1, 1.0), (10, 10.0), (100, 100.0)))
@@ -104,3 +107,194 @@ def test_program_of_a_growth_script(tmp_path, monkeypatch, capsys):
     assert asked == [True]
     assert "ranks   ours  bare torch" in capsys.readouterr().out
     assert '"python benchmarks/growth_made_up.py --quick"' in (tmp_path / "g.json").read_text()
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+STEP = Figure("a step", 2.0, "us", 1.0, "plain", goal=2.5, spread="(a note)", low=1.9, high=2.2)
+
+
+def test_figures_survive_their_file(tmp_path):
+    """Saved figures are loaded as they were, with their command; groups that a file already has are kept."""
+    figures.save(tmp_path / "new" / "f.json", {"training": [STEP]}, "python benchmarks/training.py")
+    figures.save(tmp_path / "new" / "f.json", {"launch": [Figure("a fork", 1.0, "ms")]}, "python benchmarks/launch.py")
+    found = figures.load(tmp_path / "new" / "f.json")
+    assert found["training"].figures == (STEP,)
+    assert {name: record.command for name, record in found.items()} == {
+        "training": "python benchmarks/training.py",
+        "launch": "python benchmarks/launch.py",
+    }
+    assert all(record.commit and record.date and record.machine["torch"] for record in found.values())
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"training": {"figures": [{"what": "a step"}]}}', '{"training": {"figures": []}}'])
+def test_broken_file_of_figures(tmp_path, text):
+    """A file that is not one of figures is an error that names it and says why."""
+    (tmp_path / "f.json").write_text(text)
+    if text == "[]":
+        with pytest.raises(SystemExit, match="AttributeError"):
+            figures.load(tmp_path / "f.json")
+    else:
+        with pytest.raises(SystemExit, match=r"f\.json is not a file of figures \(\w+: "):
+            figures.load(tmp_path / "f.json")
+
+
+def test_command_without_its_file(monkeypatch):
+    """The command that is kept with figures leaves out where they go."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/training.py", "--ranks", "2", "--json", "x.json", "--quick"])
+    assert figures.own_command() == "python benchmarks/training.py --ranks 2 --quick"
+
+
+def test_missing_library_says_so():
+    """A library that is compared with and not installed is named, with what to do."""
+    with pytest.raises(figures.Missing, match="needs no_such_library, not installed .* `make bench`"):
+        figures.require("sys", "no_such_library")
+
+
+def test_paired_rounds_have_a_spread():
+    """The spread of contenders in turns is that of the parts of the run, around the median."""
+    ours = {"cpu": [1.0] * 10 + [1.2] * 10, "wall": [1.0] * 20}
+    plain = {"cpu": [1.0] * 20, "wall": [1.0] * 20}
+    found = turns.compared("a step", 1.05, ours, plain, "plain")
+    assert (found.low, found.ratio, found.high) == (1.0, pytest.approx(1.1), 1.2)
+
+
+# -- what became slower -----------------------------------------------------------------------------------------------
+
+
+def ratio(low: float, value: float, high: float) -> Figure:
+    return Figure("a step", value, "us", 1.0, "plain", low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("after", "kind"),
+    [
+        (ratio(1.10, 1.12, 1.15), "slower"),
+        (ratio(0.80, 0.85, 0.90), "faster"),
+        (ratio(1.01, 1.12, 1.15), "same"),  # the spreads overlap
+        (ratio(1.025, 1.03, 1.04), "same"),  # they do not, but it is less than 5 %
+        (ratio(0.97, 0.98, 0.99), "same"),
+    ],
+)
+def test_change_of_a_figure(after, kind):
+    """A figure became slower or faster only where the spreads do not overlap and more than 5 % lie between."""
+    [change] = baseline.compare({"training": [ratio(0.99, 1.0, 1.02)]}, {"training": [after]})
+    assert change.kind == kind
+
+
+def test_counts_have_no_spread():
+    """A count is compared as it is."""
+    [change] = baseline.compare({"imports": [Figure("modules", 0, "modules")]}, {"imports": [Figure("modules", 1, "modules")]})
+    assert str(change) == "slower: imports: modules, 0 modules -> 1 modules"
+
+
+def test_new_and_vanished_figures():
+    """Rows that only one side has are named; groups that were not measured now are not missed."""
+    before = {"training": [ratio(1, 1, 1), Figure("gone", 1.0, "s")], "launch": [Figure("not measured now", 1.0, "s")]}
+    after = {"training": [ratio(1, 1, 1), Figure("fresh", 2.0, "s")], "data": [Figure("of a new group", 3.0, "s")]}
+    found = [str(change) for change in baseline.compare(before, after) if change.kind != "same"]
+    assert found == ["new: training: fresh, 2 s", "new: data: of a new group, 3 s", "vanished: training: gone, 1 s"]
+
+
+def test_missing_baseline(tmp_path):
+    """Without a baseline the error says how to write one."""
+    with pytest.raises(SystemExit, match=r"no .*baseline\.json to compare with; write one with: python .* --save-baseline"):
+        baseline.read_baseline(tmp_path / "baseline.json")
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """Stands for a module of a group."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def measure(self, quick: bool) -> list[Figure]:
+        return [ratio(self.value - 0.01, self.value, self.value + 0.01)]
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path, capsys):
+    """Return a function that runs the program with made-up groups in a folder of its own: its exit code and its output."""
+    scripts = {"_fast": Script(1.0)}
+    monkeypatch.setattr(run, "GROUPS", {"training": "_fast", "other": "_not_there"})
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(run.importlib, "import_module", lambda name: scripts[name] if name in scripts else __import__(name))
+
+    def start(*words: str, value: float = 1.0) -> tuple[object, str]:
+        scripts["_fast"].value = value
+        monkeypatch.setattr(sys, "argv", ["run.py", "--baseline", str(tmp_path / "baseline.json"), *words])
+        with pytest.raises(SystemExit) as ended:
+            run.main()
+        shown = capsys.readouterr()
+        return ended.value.code, shown.out + shown.err
+
+    return start
+
+
+def test_regression_is_noticed(bench):
+    """After `--save-baseline`, a slower run is named, and is the exit code with `--strict`."""
+    assert bench("--save-baseline")[0] == 0
+    code, said = bench("--strict")
+    assert code == 0
+    assert "1 figures are the same" in said
+    code, said = bench("--strict", value=1.2)
+    assert code == 1
+    assert "slower: training: a step / plain, 1.00 (0.99 to 1.01) -> 1.20 (1.19 to 1.21), +20%" in said
+    assert bench(value=1.2)[0] == 0
+
+
+def test_group_that_cannot_be_measured(bench):
+    """A group that lacks a library says so, and the others are measured."""
+    _, said = bench("--save-baseline")
+    assert "other: not measured: No module named '_not_there'" in said
+    assert "the baseline of training is written" in said
+
+
+def test_group_that_fails(bench, monkeypatch):
+    """A group whose worker fails does not end the run, and is the exit code."""
+    monkeypatch.setattr(Script, "measure", lambda self, quick: figures.job(1, "_no_such_worker.py"))
+    code, said = bench("--save-baseline")
+    assert code == 1
+    assert "training: FAILED" in said
+    assert "0 of 0 goals met" in said
+
+
+def test_other_command_is_said(bench):
+    """Figures of a quick run against a baseline of a whole one come with a warning."""
+    bench("--save-baseline")
+    assert "beware, training: its command was python benchmarks/run.py --only training" in bench("--quick")[1]
+
+
+def test_results_are_kept(bench, tmp_path):
+    """With `--save` the figures are in the folder of results, with the command of their group alone."""
+    bench("--save-baseline", "--save", "--runs", "2", "--only", "training")
+    record = figures.load(tmp_path / "results" / "_fast.json")["training"]
+    assert record.command == "python benchmarks/run.py --only training --runs 2"
+    assert record.figures[0].interval == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--only", "no such"], "no group 'no such'; the groups are: training, other"),
+        (["--growth", "--only", "training"], "no group of growth 'training'"),
+        (["--runs", "0"], "at least once"),
+        (["--growth", "--strict"], "--growth draws curves"),
+        ([], "baseline.json to compare with"),
+    ],
+)
+def test_wrong_options(bench, words, says):
+    """Wrong options end with an error before anything is measured."""
+    code, said = bench(*words)
+    assert code
+    assert says in said + str(code)
+    assert "measuring" not in said
+
+
+def test_groups_are_scripts():
+    """Every group is a script with `measure`, and every script that measures is a group, a growth, or part of the soak."""
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def measure(quick: bool" in path.read_text()}
+    assert scripts == {*run.GROUPS.values(), *run.GROWTHS.values()}
