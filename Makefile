@@ -6,6 +6,7 @@ PACKAGE_INSTALLED := .venv/.package-installed
 BENCH := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
 BENCH_OPTIONS ?= --quick
+SOAK_OPTIONS ?=
 DROPIN_INSTALLED := .venv/.dropin-installed
 ECOSYSTEM := .venv-ecosystem/bin
 ECOSYSTEM_INSTALLED := .venv-ecosystem/.installed
@@ -27,7 +28,8 @@ help:
 	@echo "make quick    the tests that start no processes"
 	@echo "make check    ruff, mypy, and the shape of the tree"
 	@echo "make bench    measure against plain torch and accelerate, side by side"
-	@echo "make soak     random faults, many rounds: restarts, kills, and ten minutes on busy cores without a false alarm"
+	@echo "make soak     random faults for hours: restarts, kills, ten minutes on busy cores, and two hours of training that must end bit-equal"
+	@echo "              (as root also with full disks and cut networks; SOAK_OPTIONS='--only training --hours 1' runs a part)"
 
 demo: $(PACKAGE_INSTALLED)
 	$(BIN)/slipstream launch --cpu --num_processes 2 examples/demo.py
@@ -69,11 +71,7 @@ bench: $(BENCH_INSTALLED)
 	$(BENCH)/python benchmarks/run.py $(BENCH_OPTIONS)
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest --soak -m soak --timeout=3600 --deselect tests/faults/test_kills.py
-	$(BIN)/python tests/faults/kills.py --kills 1000
-	$(BIN)/python benchmarks/soak_restarts.py 50
-	$(BIN)/python benchmarks/kills.py --kills 50
-	$(BIN)/python benchmarks/false_alarms.py --minutes 10
+	$(BIN)/python benchmarks/soak.py $(SOAK_OPTIONS)
 
 # The stamps are touched last, so an interrupted installation is repeated.
 $(PACKAGE_INSTALLED): pyproject.toml constraints.txt

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from figures import Figure, best_of, options, percentile, quiet_environment, report
@@ -64,8 +65,11 @@ def launching(workers: int, script: Path) -> list[str]:
     return [str(BIN / "slipstream"), "launch", "--cpu", "--num_processes", str(workers), str(script)]
 
 
-def restarts(kills: int, folder: Path) -> list[float]:
-    """Return the seconds from the kill of a worker until every worker of the next attempt has passed a barrier."""
+def restarts(kills: int, folder: Path, look: Callable[[int], None] = lambda pid: None) -> list[float]:
+    """Return the seconds from the kill of a worker until every worker of the next attempt has passed a barrier.
+
+    `look` gets the process id of the launcher after each.
+    """
     script = folder / "restarting.py"
     script.write_text(RESTARTING)
     notes = folder / f"notes-{time.time_ns()}"
@@ -80,6 +84,8 @@ def restarts(kills: int, folder: Path) -> list[float]:
             os.kill(pids[attempt % 2], signal.SIGKILL)
             up = [float(await_note(notes / f"{attempt + 1}-{rank}", launcher).split()[1]) for rank in range(2)]
             found.append(max(up) - killed)
+            if attempt < kills - 1:  # the last attempt ends by itself
+                look(launcher.pid)
     if launcher.returncode != 0:
         raise SystemExit(f"the job did not come back: exit code {launcher.returncode}")
     return found

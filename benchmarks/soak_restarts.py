@@ -1,8 +1,9 @@
-"""Kill a random worker repeatedly, and check that the job restarts every time.
+"""Kill a random worker repeatedly, and check that the job restarts every time, and that its launcher holds no more than before.
 
-    python benchmarks/soak_restarts.py [KILLS]          50 by default
+    python benchmarks/soak_restarts.py [KILLS]          100 by default
 
-Prints the number of restarts and their times; exits with 1 when one failed.
+Prints the restarts and their times, and what the launcher holds more per 100 restarts (least squares over a sample at the first barrier of
+every attempt, without the first ten). Exits with 1 when a restart failed or something grows.
 """
 
 from __future__ import annotations
@@ -12,18 +13,32 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 from figures import percentile
+from soak_usage import fit, usage
 
 from launch import restarts
+
+LIMITS = {"private": 1.0, "files": 0.5, "threads": 0.5, "zombies": 0.5}
+"""What the launcher may hold more after 100 restarts: MB, and numbers."""
 
 
 def main(kills: int) -> None:
     """Run one job that survives `kills` kills."""
+    held: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        times = restarts(kills, Path(folder))
+        times = restarts(kills, Path(folder), lambda pid: held.append(usage(psutil.Process(pid))))
     spread = f"median {statistics.median(times):.3f} s, p95 {percentile(times, 0.95):.3f} s, longest {max(times):.3f} s"
     print(f"{len(times)} of {kills} kills survived; kill to the next barrier: {spread}")
+    grows = []
+    for what, limit in LIMITS.items():
+        slope, error, level, _ = fit([[(number / 100, sample[what]) for number, sample in enumerate(held)][10:]])
+        unit = " MB" if what == "private" else ""
+        print(f"the launcher, {what}: {level:.2f}{unit} in the mean, {slope:+.3f} ± {error:.2g}{unit} per 100 restarts")
+        grows += [what] if slope - 2 * error > limit else []
+    if grows:
+        sys.exit(f"the launcher holds more with every restart: {', '.join(grows)}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100)

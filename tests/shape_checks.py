@@ -261,6 +261,7 @@ MAY_BE_UNUSED = {
     "testing/faults.py": "for the test suites of users",
     "testing/plugin.py": "pytest loads it by name",
     "testing/server.py": "the process that forks the ranks of a pool runs it",
+    "testing/hosts.py": "for tests of several machines, and the soak; users import it",
 }
 """Modules that no other module imports, with the reason."""
 

@@ -318,8 +318,8 @@ class Chain:
     number: int = 0
     history: list[tuple[int, int]] = field(default_factory=list)
     """Run and step of everything that was committed, as far as it is known, in order."""
-    surely: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By rank, the last save that it reported."""
+    surely: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By rank and run, the last step that it reported: a rank that was killed in a run may be ahead of the others in the next."""
     joint: tuple[int, int] | None = None
     """The last save that every rank reported: from then on there is a complete checkpoint."""
     pace: float = 0.1
@@ -435,8 +435,8 @@ class Chain:
         if there and not kept:
             return self._trouble(f"{steps} was loaded with random states {complete}, and all ranks had saved {self.joint}")
         for rank, entry in found.items():
-            last = self.surely.get(rank)
-            if not entry["random"] and last is not None and last >= self.history[-1]:
+            run, step = self.history[-1] if self.history else (0, 0)
+            if not entry["random"] and self.surely.get((rank, run), -1) >= step:
                 self._trouble(
                     f"the random state of rank {rank} at {self.history[-1]} is not there, although it had returned from that save"
                 )
@@ -448,8 +448,8 @@ class Chain:
         hidden = [path.name for path in (*run.glob(".*"), *run.glob("checkpoints/.*"))]
         self.tally.torn += any(".saving-" in name or ".was-" in name or ".removing-" in name for name in hidden)
         for rank in range(self.case.ranks):
-            own = self._reports(rank)
-            self.surely.update({rank: own[-1]} if own else {})
+            for run_number, step in self._reports(rank):
+                self.surely[rank, run_number] = step
         self.history += self._reports(0)
         if all(reported := [self._reports(rank) for rank in range(self.case.ranks)]):
             self.joint = min(reports[-1] for reports in reported)

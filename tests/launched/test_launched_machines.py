@@ -5,17 +5,15 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from launching import Running, command, free_port, launch, script
+
+from slipstream.testing.hosts import Hosts, hosts_unavailable, two_hosts
 
 pytestmark = pytest.mark.launched
 
@@ -133,45 +131,12 @@ def test_torch_rendezvous_backend(command, script):
     assert sorted(entry.out.split(" on ")[0] for entry in finished) == ["rank 0", "rank 1"]
 
 
-@dataclass
-class Hosts:
-    """Two hosts: a name, a namespace and an address each, joined by a cable."""
-
-    names: tuple[str, str]
-    addresses: tuple[str, str]
-    cables: tuple[str, str]
-
-    def prefix(self, index: int) -> tuple[str, ...]:
-        """What to put before a command to run it on a host."""
-        rename = f'hostname {self.names[index]}; exec "$@"'
-        return ("ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", rename, "sh")
-
-    def cut(self, index: int) -> None:
-        ip("-n", self.names[index], "link", "set", self.cables[index], "down")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("network namespaces need root, `ip` and `unshare`")
-    tag = secrets.token_hex(3)
-    made = Hosts((f"slip-{tag}-a", f"slip-{tag}-b"), ("10.213.0.1", "10.213.0.2"), (f"v{tag}a", f"v{tag}b"))
-    try:
-        for name in made.names:
-            ip("netns", "add", name)
-        ip("link", "add", made.cables[0], "netns", made.names[0], "type", "veth", "peer", "name", made.cables[1], "netns", made.names[1])
-        for name, cable, address in zip(made.names, made.cables, made.addresses, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
-            for device in ("lo", cable):
-                ip("-n", name, "link", "set", device, "up")
+    if reason := hosts_unavailable():
+        pytest.skip(reason)
+    with two_hosts() as made:
         yield made
-    finally:
-        for name in made.names:  # taking a namespace away takes its end of the cable along
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from slipstream import Accelerator
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
 from slipstream.observability.options import LedgerKwargs
-from slipstream.observability.run_dir.folder import find_runs
+from slipstream.observability.run_dir.folder import JsonLinesWriter, RunFolder, find_runs
 from slipstream.observability.run_dir.reader import Run
 
 
@@ -187,6 +187,46 @@ def test_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         accelerator._recorder.event({"kind": "checkpoint"})
     accelerator.end_training()
     assert caplog.text.count("No space left") == 1
+
+
+@pytest.mark.parametrize("resume", [False, True], ids=["new run", "resumed run"])
+def test_full_disk_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resume: bool) -> None:
+    """A run that starts on a full disk trains, and is recorded from the moment on that there is space."""
+    local = {"local": {"name": "first", "resume": resume}}
+    for full in (False, True) if resume else (True,):
+        with monkeypatch.context() as disk:
+            if full:
+                disk.setattr(JsonLinesWriter, "_write", _no_space)
+                disk.setattr(RunFolder, "write_json", _no_space)
+            accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+            accelerator.init_trackers("demo", {"lr": 0.1}, local)
+            train(accelerator, steps=2)
+        train(accelerator, steps=2)
+        accelerator.save_state(tmp_path / "saved")
+        accelerator.end_training()
+    assert caplog.text.count("the folder of the run could not be written") == 1
+    found = Run(tmp_path / "runs" / "first")
+    found.refresh()
+    assert len(found.info["attempts"]) == 1 + resume
+    written = [json.loads(line) for line in (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines() if line]
+    assert [line["config"] for line in written if "config" in line] == [{"lr": 0.1}] * (1 + resume)
+    assert [line["step"] for line in written if "values" in line] == [0, 1] * (3 if resume else 1)
+
+
+@pytest.mark.parametrize("left", [[], ["metrics.jsonl", ".run.writing-17.json"]])
+def test_run_that_never_began_is_resumed(tmp_path: Path, left: list[str]) -> None:
+    """A folder that was claimed by a process which was killed before run.json was there does not keep the job from starting again."""
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    for name in left:
+        (folder / name).touch()
+    with pytest.raises(ConfigError, match="not a run"):
+        RunFolder.create(tmp_path, "first", project="demo")
+    assert RunFolder.create(tmp_path, "first", project="demo", resume=True).path == folder
+    (folder / "run.json").unlink()
+    (folder / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="not a run"):
+        RunFolder.create(tmp_path, "first", project="demo", resume=True)
 
 
 def _no_space(*arguments: Any) -> None:

@@ -153,18 +153,18 @@ class RunRecorder:
                 "versions": {name: version_of(name) for name in ("slipstream", "torch")} | {"python": sys.version.split()[0]},
             },
             attempt={"world_size": process.world_size, "host": process.host},
+            tell=lambda error: self._warn_of("written", error),
         )
         self._run.folder = folder
         options = {name: {"value": shown, "origin": origin} for name, shown, origin in self._options()}
         settings = redact_values("config", to_plain(to_settings(config)) or {})
-        folder.write_json("config.json", {"settings": settings, "options": options})
+        self._safely("written", lambda: folder.write_json("config.json", {"settings": settings, "options": options}))
         report = environment_report(environment())
         state = self._components.state
         report["run"] = {"device": f"{state.device}: {describe_device(state.device)}", "processes": state.num_processes}
         facts = {f"{part}: {name}": str(value) for part, section in report.items() for name, value in section.items()}
-        folder.write_json("environment.json", facts)
+        self._safely("written", lambda: folder.write_json("environment.json", facts))
         state.runtime.store_flags.agree(_FOLDER_NOTE, str(folder.path.absolute()))
-        self._run.journal = folder.journal("ledger.jsonl")
         while self._buffer:
             self._write(*self._buffer.popleft())
 
@@ -230,14 +230,19 @@ class RunRecorder:
         assert self.folder is not None
         if kind == "event":
             self.folder.add_event(to_plain(record))
-        elif self._run.journal is not None:
+        else:
+            if self._run.journal is None:
+                self._run.journal = self.folder.journal("ledger.jsonl")
             self._run.journal.append(to_plain(record))
 
     def _safely(self, what: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:  # a full disk or a removed folder must not end the training
-            self._warn(f"the folder of the run could not be {what} ({type(error).__name__}: {error}); training continues without it")
+            self._warn_of(what, error)
+
+    def _warn_of(self, what: str, error: Exception) -> None:
+        self._warn(f"the folder of the run could not be {what} ({type(error).__name__}: {error}); training continues without it")
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:

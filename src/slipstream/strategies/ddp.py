@@ -1,8 +1,10 @@
 """Data-parallel replicas: torch's DistributedDataParallel, through which the user's model is visible.
 
-`Replicated` differs from DistributedDataParallel in three ways. Parameters have the names of the user's model, and attributes and methods
+`Replicated` differs from DistributedDataParallel in four ways. Parameters have the names of the user's model, and attributes and methods
 that the wrapper lacks are the model's. Every backward pass averages the gradients of the replicas that it reaches: after `forward`, after
-a method or a submodule was called, and in a second pass. Errors name parameters instead of numbers. The collectives are torch's.
+a method or a submodule was called, and in a second pass. Errors name parameters instead of numbers. Gradients lie in the same buckets in
+every pass: the order in which an all-reduce of three or more ranks adds a number depends on its place, so that a resumed run would
+otherwise differ in the last bits from one that went on. The collectives are torch's.
 
 Timing marks where the local part of a backward pass ends. The autograd engine runs callbacks in the order in which they were queued, and
 DistributedDataParallel queues its own with the last gradient, so one that is queued with an earlier gradient runs just before the wait
@@ -115,6 +117,7 @@ class Replicated(DistributedDataParallel):
         self._buffer_watch: AbstractContextManager[Any]
         self._forward_watch, self._buffer_watch = watches or (nullcontext(), nullcontext())
         self._keeps_buckets = self.find_unused_parameters or self.static_graph
+        self._fix_buckets()
         self._is_ready = False
         """Whether the coming backward averages gradients, since the last forward."""
         self._is_armed = False
@@ -211,7 +214,7 @@ class Replicated(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_is_current", "_forward_watch", "_buffer_watch", "_shown"):
+        for name in ("_is_current", "_forward_watch", "_buffer_watch", "_shown", "_reduced"):
             state.pop(name, None)
         return state
 
@@ -219,6 +222,24 @@ class Replicated(DistributedDataParallel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._is_current = lambda: True
         self._forward_watch = self._buffer_watch = nullcontext()
+        self._fix_buckets()
+
+    # -- buckets ----------------------------------------------------------------------------------------------------
+
+    # torch internals: torch puts all gradients into one bucket in the first pass, and those of later passes into buckets in the order in
+    # which they came. Here they are in buckets in the reverse order of the parameters from the first pass on (torch 2.13). Where unused
+    # parameters are looked for, torch keeps its first buckets. tests/checkpoint/test_exact_resume.py notices a change.
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if not self.find_unused_parameters:
+            parameters, sparse = parameters[::-1], sparse[::-1]
+        self.__dict__["_reduced"] = parameters
+        return parameters, sparse
+
+    def _fix_buckets(self) -> None:
+        """Let torch form the buckets of all passes before the first one that averages, instead of after it."""
+        if not self.find_unused_parameters:
+            self.reducer._push_all_rebuilt_params()
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +278,7 @@ class Replicated(DistributedDataParallel):
         self._check_current()
         if self._has_rebuilt_buckets or self._keeps_buckets or not torch.is_grad_enabled():
             return self._explaining(*inputs, **kwargs)
-        with self._forward_watch:  # the second pass agrees with the other ranks on the order of buckets
+        with self._forward_watch:  # the first pass agrees with the other ranks on the buckets
             return self._explaining(*inputs, **kwargs)
 
     def _explaining(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -318,9 +339,10 @@ class Replicated(DistributedDataParallel):
         except RuntimeError:  # some gradients came: `check_reduced` will tell which did not
             return
         # torch internals: `_reset_state` is how torch recovers from failures (torch 2.13); there is no public way to disarm the reducer.
-        # Buckets are built again with the next averaged pass. tests/training/test_several_models.py notices a change.
+        # The same buckets are built again before the next averaged pass. tests/training/test_several_models.py notices a change.
         self.reducer._reset_state()
         self._has_rebuilt_buckets = False
+        self._fix_buckets()
 
     def _sync_buffers(self) -> None:
         """Make the buffers those of rank 0, in every forward after an averaged one: all ranks have to come, so the wait is watched."""
@@ -369,9 +391,9 @@ class Replicated(DistributedDataParallel):
         found = re.search(r"did not receive grad for rank \d+:([\d ,]*)", str(error).replace("\n", " "))
         if found is None:
             return error
-        named = [name for name, parameter in self.module.named_parameters() if id(parameter) in self.trained]
-        numbers = [int(number) for number in re.findall(r"\d+", found.group(1))]
-        names = ", ".join(named[number] for number in numbers if number < len(named))
+        named = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        numbers = sorted((int(number) for number in re.findall(r"\d+", found.group(1))), reverse=not self.find_unused_parameters)
+        names = ", ".join(named[id(self._reduced[number])] for number in numbers if number < len(self._reduced))
         return StateError(
             f"the loss does not depend on every parameter of {type(self.module).__name__}, so gradients cannot be averaged over the ranks: "
             f"{names} got none in the last backward. Use them in the loss, freeze them (requires_grad_(False)) before prepare, or pass "

@@ -228,6 +228,7 @@ _MAX_NAME: Final = 120
 _INFO: Final = "run.json"
 _RUN_FILES: Final = (_INFO, "metrics.jsonl")
 """A folder with one of these looks like a run."""
+_UNBEGUN_FILES: Final = ("metrics.jsonl", "metrics.index", "ledger.jsonl", "events.jsonl", "config.json", "environment.json")
 _MAX_INFO_BYTES: Final = 1 << 20
 
 
@@ -248,6 +249,8 @@ class RunFolder:
         self.info = info
         self._now = now
         self._events: JsonLinesWriter | None = None
+        self._is_behind = False
+        """Whether run.json could not be written at the start: it is tried again with every event."""
 
     @property
     def name(self) -> str:
@@ -268,17 +271,19 @@ class RunFolder:
         restarted: bool = False,
         details: Mapping[str, Any] | None = None,
         attempt: Mapping[str, Any] | None = None,
+        tell: Callable[[OSError], None] | None = None,
     ) -> RunFolder:
         """Create the folder of a run below `<root>/runs`, or find the one of an earlier attempt.
 
         Without a name the run is named after project and time. A name that is taken is an error, unless `resume` continues that run.
         `restarted` means that a launcher restarted the job `run_id`. `details` are fields of run.json, and `attempt` describes this start
-        (world size, hosts); pid and host are added to it, so that readers can tell whether the process still runs.
+        (world size, hosts); pid and host are added to it, so that readers can tell whether the process still runs. If the folder is there
+        and cannot be written (the disk is full), `tell` hears of it, and later writes may succeed; without it that is an error.
         """
         runs = Path(root) / "runs"
         earlier = _find_by_run_id(runs, run_id) if restarted else None
         if earlier is not None:
-            return cls.open(earlier)._begin(attempt, "restart")
+            return cls.open(earlier)._begin(attempt, "restart", tell)
         if name is not None:
             _check_name(name)
         try:
@@ -287,9 +292,11 @@ class RunFolder:
         except FileExistsError:
             if name is None or not runs.is_dir():
                 raise ConfigError(f"{runs} exists and is not a folder: move it away, or give a different project_dir") from None
-            if resume and is_run(runs / name):
-                return cls.open(runs / name)._begin(attempt, "restart")
-            raise ConfigError(_name_taken(runs, name)) from None
+            path = runs / name
+            if resume and is_run(path):
+                return cls.open(path)._begin(attempt, "restart", tell)
+            if not (resume or restarted) or not _is_unbegun(path):
+                raise ConfigError(_name_taken(runs, name)) from None
         except OSError as error:
             raise ConfigError(
                 f"the folder of the run cannot be made below {runs} ({error.strerror}): give a folder of yours as project_dir"
@@ -306,21 +313,27 @@ class RunFolder:
             "attempts": [],
             **(details or {}),
         }
-        return cls(path, info)._begin(attempt, "start")
+        return cls(path, info)._begin(attempt, "start", tell)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
         """Return the folder of a run that is there."""
         return cls(Path(path), read_info(Path(path)))
 
-    def _begin(self, attempt: Mapping[str, Any] | None, kind: str) -> RunFolder:
+    def _begin(self, attempt: Mapping[str, Any] | None, kind: str, tell: Callable[[OSError], None] | None) -> RunFolder:
         earlier = self.info.get("attempts")
         attempts = [*(earlier if isinstance(earlier, list) else ()), {"started": self._now(), **identify_process(), **(attempt or {})}]
-        self.update(attempts=attempts, state="running", ended=None)
         size = (attempt or {}).get("world_size")
-        if kind == "restart" or size is not None:
-            processes = "" if size is None else f"{size} process{'' if size == 1 else 'es'}"
-            self.event(kind, processes if kind == "start" else f"attempt {len(attempts)}, {processes}".rstrip(", "))
+        try:
+            self.update(attempts=attempts, state="running", ended=None)
+            if kind == "restart" or size is not None:
+                processes = "" if size is None else f"{size} process{'' if size == 1 else 'es'}"
+                self.event(kind, processes if kind == "start" else f"attempt {len(attempts)}, {processes}".rstrip(", "))
+        except OSError as error:
+            if tell is None:
+                raise
+            self._is_behind = True
+            tell(error)
         return self
 
     def end(self, state: str) -> None:
@@ -336,6 +349,7 @@ class RunFolder:
         """Change fields of run.json."""
         self.info.update(fields)
         self.write_json(_INFO, self.info)
+        self._is_behind = False
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file; a reader sees the old one or the new one."""
@@ -353,6 +367,8 @@ class RunFolder:
 
     def add_event(self, event: Mapping[str, Any]) -> None:
         """Record an event that has its own time."""
+        if self._is_behind:
+            self.update()
         if self._events is None:
             self._events = self.journal("events.jsonl")
         self._events.append(dict(event))
@@ -391,6 +407,11 @@ def _claim_folder(runs: Path, name: str | None, otherwise: str) -> Path:
             continue
         return path
     raise ConfigError(f"there are a thousand runs named {otherwise} below {runs}: name this one")
+
+
+def _is_unbegun(path: Path) -> bool:
+    """Return whether a folder was made for a run that ended before it could write run.json: killed, or on a full disk."""
+    return path.is_dir() and all(name.startswith(".") or name in _UNBEGUN_FILES for name in os.listdir(path))
 
 
 def _name_taken(runs: Path, name: str) -> str:

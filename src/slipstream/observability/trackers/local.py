@@ -24,6 +24,7 @@ from typing import Any
 
 from slipstream.config.redaction import redact_values
 from slipstream.errors import ConfigError
+from slipstream.logging import get_logger
 from slipstream.observability.run_dir.folder import JsonLinesWriter, RunFolder, replacing
 from slipstream.observability.trackers.base import GeneralTracker, ImageMixin, TableMixin, check_logging_folder, on_main_process
 from slipstream.observability.trackers.images import ImagesByName, encode_png
@@ -76,6 +77,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         self._owns = folder is None
         self._journal: JsonLinesWriter | None = None
         self._begun = False
+        self._settings: dict[str, Any] = {}
         self._look_at = 0.0
         self._spelled: dict[str, str] = {}
 
@@ -105,14 +107,21 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the first line of this start, with its settings; and, in a folder of its own, config.json."""
+        self._settings = redact_values("config", to_plain(values))
         journal = self._open()
         if journal is None:
             return
-        settings, now = redact_values("config", to_plain(values)), time.time()
-        journal.append({"run": self.run_name, "started": now, "config": settings}, time=now)
+        try:
+            self._begin_lines(journal)
+        except OSError as error:  # a full disk must not end a run; the line comes before the first one that can be written
+            get_logger(__name__).warning(f"{self.path} could not be written ({error.strerror}); training continues")
+
+    def _begin_lines(self, journal: JsonLinesWriter) -> None:
+        now = time.time()
+        journal.append({"run": self.run_name, "started": now, "config": self._settings}, time=now)
         self._begun = True
         if self._owns and self.folder is not None:
-            self.folder.write_json("config.json", {"settings": settings, "options": {}})
+            self.folder.write_json("config.json", {"settings": self._settings, "options": {}})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write one line; keywords become part of it."""
@@ -206,7 +215,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         """Return the file, with the first line of this start in it."""
         journal = self._open()
         if journal is not None and not self._begun:
-            self.store_init_configuration({})
+            self._begin_lines(journal)
         return journal
 
     def _open(self) -> JsonLinesWriter | None:
