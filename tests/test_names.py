@@ -135,6 +135,24 @@ def test_modules(path: str) -> None:
     assert hasattr(module, "__path__") == any(other.startswith(f"{path}.") for other in MODULES)
 
 
+def test_no_collection_during_import() -> None:
+    """A public name is imported, and torch with it, without garbage collections; afterwards they go on, and one is due."""
+    program = """
+import gc
+import slipstream
+def count():
+    return sum(generation["collections"] for generation in gc.get_stats())
+before = count()
+slipstream.Accelerator
+assert count() <= before + 1, (before, count())
+assert gc.isenabled()
+gc.disable()
+slipstream.ParallelismConfig
+assert not gc.isenabled(), "switched off by the user"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
 def test_without_import() -> None:
     """The modules below `slipstream` are there as attributes after `import slipstream`, and nothing imports torch before it is used."""
     program = """

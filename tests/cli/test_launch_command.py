@@ -182,6 +182,25 @@ print({"torch", "rich", "numpy", "yaml"} & set(sys.modules))
     assert out.splitlines()[-1] == "set()"
 
 
+@pytest.mark.parametrize(
+    ("command", "ours", "everything"),
+    [("--help", 15, 125), ("launch --help", 26, 160), ("launch --dry_run -m this", 32, 195), ("config --help", 20, 130), ("env", 25, 190)],
+)
+def test_modules_of_a_command(command, ours, everything):
+    """A command imports few modules: so many of ours, and so many with the standard library and click."""
+    program = f"""
+import sys
+before = len(sys.modules)
+from slipstream.cli.main import main
+main({command.split()!r})
+print(sum(name.split(".")[0] == "slipstream" for name in sys.modules), len(sys.modules) - before)
+"""
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    own, total = map(int, out.splitlines()[-1].split())
+    assert own <= ours
+    assert total <= everything
+
+
 def test_python_dash_m():
     """Python dash m is the same command."""
     found = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=60, check=True)

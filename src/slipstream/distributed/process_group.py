@@ -85,7 +85,8 @@ def open_store(process: Process) -> Store:
             store: Store = serve_store(*open_listener(host, process.master_port, "MASTER_PORT"))
         else:
             address = StoreAddress(process.master_addr, process.master_port)
-            store = connect_store(address, patience=_CONNECT_TIMEOUT, limit=_ANSWER_TIMEOUT, check=type(None))
+            connect = partial(connect_store, patience=_CONNECT_TIMEOUT, limit=_ANSWER_TIMEOUT, check=type(None))
+            store = connect(address, is_known=process.agent_store)
     return PrefixStore(attempt_prefix(process.run_id, process.attempt), store)
 
 
@@ -464,8 +465,8 @@ class ProcessGroupManager:
 
 
 def _poll_intervals() -> Iterator[float]:
-    """Yield short pauses at first, as the others mostly are about to come; then a few a second."""
-    yield from (0.0005 * 1.5**attempt for attempt in range(14))
+    """Yield short pauses at first, as the others mostly are about to come, then a sixth of what was waited; in the end a few a second."""
+    yield from (0.0005 * 1.2**attempt for attempt in range(31))
     yield from itertools.repeat(0.15)
 
 

@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -584,6 +585,7 @@ def _import_modules(plan: LaunchPlan) -> LaunchPlan:
     if plan.plugin is not None:  # forked workers have it loaded, fresh ones find it built; no device starts here
         plugin = importlib.import_module(plan.plugin)
         plugin.enable() if plan.start_method == "fork" else plugin.extension_file()
+    _keep_operators_at_exit()
     gc.enable()
     gc.freeze()  # a collection in a worker would otherwise copy the pages that all workers share
     if plan.start_method != "fork":
@@ -597,6 +599,19 @@ def _import_modules(plan: LaunchPlan) -> LaunchPlan:
         return plan
     _log(plan, f"starting fresh interpreters instead of forking, because {reason}")
     return replace(plan, start_method="spawn", reason=reason)
+
+
+def _keep_operators_at_exit() -> None:
+    """Let processes end without undoing torch's registrations of operators.
+
+    That work is lost on a process that ends, takes more time than the fork of a worker, and copies 27 MB that all workers share.
+    """
+    # The finalizers are listed under a private name in CPython 3.10 to 3.14, and the function is private in torch 2.8 to 2.13;
+    # tests/launch/test_launch_preload.py notices. It can go when torch leaves its registrations alone at the end of a process.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        alive = finalizer.peek()
+        if alive is not None and alive[1].__module__ == "torch.library":
+            finalizer.atexit = False
 
 
 def _run_job(

@@ -114,19 +114,27 @@ def serve_store(listener: socket.socket, address: StoreAddress) -> TCPStore:
 
 
 def connect_store(
-    address: StoreAddress, *, patience: float, limit: float, check: Callable[[], None], log: Callable[[str], None] = lambda text: None
+    address: StoreAddress,
+    *,
+    patience: float,
+    limit: float,
+    check: Callable[[], None],
+    log: Callable[[str], None] = lambda text: None,
+    is_known: bool = False,
 ) -> TCPStore:
     """Return a client of the store at `address`, which may take up to `patience` seconds to appear.
 
     An open connection counts as lost after `limit` seconds of silence. `check` is called during the wait and may raise; `log` receives
-    one message if the wait is long.
+    one message if the wait is long. `is_known` says that a launcher has told this address: it has talked to the store itself, so nobody
+    has to find out whether it is one.
     """
     from torch._C._distributed_c10d import TCPStore
 
     from slipstream.launch.worker_processes import open_descriptors
 
     wait_for_listener(address, patience, check, log)
-    _check_is_store(address, patience)
+    if not is_known:
+        _check_is_store(address, patience)
     before = open_descriptors()
     with silence_stderr():
         store = TCPStore(address.host, address.port, None, False, timedelta(seconds=limit), wait_for_workers=False)
