@@ -345,10 +345,10 @@ def test_manual_resume() -> None:
     loader = prepared(loader_of(shuffle=True))
     epochs = [list(loader) for _ in range(3)]
     again = prepared(loader_of(shuffle=True), seed=0, resume="manual")
-    again.load_state_dict({"epoch": 1, "batches": 2, "samples": 4, "seed": 7})
+    again.load_state_dict({"epoch": 1, "batches": 2, "samples": 4, "seed": 7, "order_version": 2})
     assert [list(again), list(again)] == epochs[1:]
     at_the_end = prepared(loader_of(shuffle=True), seed=0, resume="manual")
-    at_the_end.load_state_dict({"epoch": 1, "batches": 5, "samples": 10, "seed": 7})
+    at_the_end.load_state_dict({"epoch": 1, "batches": 5, "samples": 10, "seed": 7, "order_version": 2})
     assert list(at_the_end) == epochs[2], "nothing of that epoch was left"
 
 

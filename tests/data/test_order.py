@@ -23,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from slipstream.data.permutation import Permutation
 from slipstream.data.random_state import derive_seed
 from slipstream.devices import rng
 from slipstream.errors import ConfigError
@@ -123,12 +124,12 @@ def test_user_random_state_untouched(kind: str) -> None:
     assert own is None or torch.equal(own.get_state(), generator_before)
 
 
-def test_shuffle_matches_torch_sampler() -> None:
-    """A shuffled order is that of torch's sampler with a generator of seed and epoch."""
+def test_shuffle_is_computed() -> None:
+    """A shuffled order is the permutation whose key is made of seed and epoch."""
     loader = prepared(loader_of(RandomSampler(DATA)), seed=5)
     for epoch in range(2):
-        generator = torch.Generator().manual_seed(derive_seed(5, epoch, "order"))
-        assert sum(loader, []) == list(RandomSampler(DATA, generator=generator))
+        permutation = Permutation(len(DATA), derive_seed(5, epoch, "order"))
+        assert sum(loader, []) == permutation.look_up(numpy.arange(len(DATA), dtype=numpy.uint64))
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 100), st.integers(0, 100))

@@ -1019,6 +1019,8 @@ STATE = {"epoch": 1, "batches": 2, "samples": 4, "seed": 7, "left": 0}
         ({**STATE, "dataset": {}}, "has dataset, which such a loader does not know"),
         ({**STATE, "order": {"now": []}}, "prepare it with the same one"),
         ({**STATE, "nominal": "2"}, "nominal='2'"),
+        ({**STATE, "order_version": 3}, "order_version=3, and this version of slipstream knows 1, 2"),
+        ({**STATE, "order_version": None}, "order_version=None"),
     ],
 )
 def test_invalid_state_refused(state: Any, words: str) -> None:

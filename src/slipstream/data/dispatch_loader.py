@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from slipstream.data.epoch_state import LoadedPosition
+from slipstream.data.epoch_state import EpochState, LoadedPosition
 from slipstream.data.loader import HandedBatch, PreparedLoader, attempt
 from slipstream.data.map_loader import MapLoader
 from slipstream.data.options import LoaderSettings
@@ -32,6 +32,7 @@ from slipstream.data.plan import (
     SliceFunction,
     count_pieces,
     count_samples,
+    seek,
     slice_for_ranks,
     slice_rows,
 )
@@ -152,7 +153,7 @@ class DispatchLoader(PreparedLoader):
         left = self._source.known_count(start)
         epochs = self._epochs
         loader_pass = epochs.live[-1] if epochs.live else LoaderPass(epoch, start)
-        for message in self._source.messages(loader_pass, start, self.seed, epochs.loaded):
+        for message in self._source.messages(loader_pass, start, epochs):
             shares = message.shares
             plain = None if shares is None else [shares.given, shares.real, shares.weighed, shares.full]
             if shares is None:
@@ -231,11 +232,11 @@ class _StreamDispatchSource:
     def known_count(self, start: int) -> int | None:
         return None  # a stream may promise a length that it does not keep
 
-    def messages(self, loader_pass: LoaderPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
+    def messages(self, loader_pass: LoaderPass, start: int, epochs: EpochState) -> Iterator[GlobalBatch]:
         dataset, epoch, steps = self.dataset, loader_pass.epoch, self.per_update
         announce_epoch([dataset], epoch)
-        pipeline, skips = derive_seed(seed, epoch, "pipeline"), supports_skip(dataset, epoch)
-        read = StreamRead(dataset, self.recipe, derive_seed(seed, epoch, "stream"), pipeline, may_skip=skips)
+        pipeline, skips = derive_seed(epochs.seed, epoch, "pipeline"), supports_skip(dataset, epoch)
+        read = StreamRead(dataset, self.recipe, derive_seed(epochs.seed, epoch, "stream"), pipeline, may_skip=skips)
         messages = self.source.messages(read, epoch=epoch, start=start, needs_head=self.policy == "even" or self.size is None)
         return trim_batches_to_updates(messages, steps, start // self.stride % steps) if steps else messages
 
@@ -285,17 +286,17 @@ class _MapDispatchSource:
     def known_count(self, start: int) -> int | None:
         return self.count(start) if hasattr(self.reader._units, "__len__") else None
 
-    def messages(self, loader_pass: LoaderPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
+    def messages(self, loader_pass: LoaderPass, start: int, epochs: EpochState) -> Iterator[GlobalBatch]:
         reader, original, epoch = self.reader, self.original, loader_pass.epoch
-        reader._epochs.seed = seed
+        reader._epochs.seed, reader._epochs.order_version = epochs.seed, epochs.order_version
         announce_epoch([original.dataset, *list_samplers(original)[1:]], epoch)
-        order, head = reader._order(epoch, start, loader_pass, loaded)
-        walk = iter(order)
+        order, head = reader._order(epoch, start, loader_pass, epochs.loaded)
+        if start:  # what completes the last batch comes from the head, and nothing else that comes before is read
+            head, walk = seek(order, start, head, self.stride)
+        else:
+            walk = iter(order)
         if self.recipe is None:
             return self._together(walk, head, epoch, start)
-        if start and head is None:  # what completes the last batch is read, and nothing else that comes before
-            head = list(islice(walk, self.recipe.block))
-            walk = islice(chain(head, walk), start, None)
         begun = [] if head is None else list(self._scoped(reader._read(([position] for position in head), epoch, 0), epoch, 0))
         items = self._scoped(reader._read(([position] for position in walk), epoch, start), epoch, start)
         return self.recipe.messages(items, start, begun) if start else self.recipe.messages(items)

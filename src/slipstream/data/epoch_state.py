@@ -17,9 +17,15 @@ from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = [
-    "EpochState", "LoadedPosition", "POSITION_KINDS", "PassStart", "check_position", "read_position", "report_pass_start",
-    "warn_of_load_inside_loop", "warn_of_set_epoch",
+    "EpochState", "LoadedPosition", "ORDER_VERSION", "ORDER_VERSIONS", "POSITION_KINDS", "PassStart", "check_position", "read_position",
+    "report_pass_start", "warn_of_load_inside_loop", "warn_of_set_epoch",
 ]
+
+
+ORDER_VERSIONS = (1, 2)
+"""How the order of torch's random samplers is made: 1 drawn by them from a generator of ours, 2 computed (`permutation.py`)."""
+ORDER_VERSION = ORDER_VERSIONS[-1]
+"""That of a new run. A run that resumes keeps that of its checkpoint, and positions without a version are of the first."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class EpochState:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         """The seed of the order; that of the saved run after a position was loaded."""
+        self.order_version = ORDER_VERSION
+        """One of `ORDER_VERSIONS`; that of the saved run after a position was loaded."""
         self.next = 0
         """The epoch of the next pass."""
         self.resume = 0
@@ -95,7 +103,7 @@ class EpochState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out passes and `trained`: a copy has begun nothing and trained nothing."""
-        return {name: getattr(self, name) for name in ("seed", "next", "resume", "loaded", "waits", "continues")}
+        return {name: getattr(self, name) for name in ("seed", "order_version", "next", "resume", "loaded", "waits", "continues")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -204,7 +212,7 @@ POSITION_KINDS: Mapping[str, str] = {
 
 _NUMBER_KEYS = ("epoch", "batches", "samples", "seed")
 _FLAG_KEYS = ("left", "ended", "interrupted", "untrained")
-_KNOWN_KEYS = {*_NUMBER_KEYS, *_FLAG_KEYS, "kind", "length", "batch"}
+_KNOWN_KEYS = {*_NUMBER_KEYS, *_FLAG_KEYS, "kind", "length", "batch", "order_version"}
 _MAX_NUMBER = 2**53
 
 
@@ -229,6 +237,13 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
         raise ConfigError(
             f"the state of a loader of {there} was given to one of {POSITION_KINDS[kind]} ({name}), where a position means something "
             "else: load it into the loader that it was saved of (prepare the same loaders in the same order)"
+        )
+    version = state.get("order_version", 1)
+    if version not in ORDER_VERSIONS:
+        raise ConfigError(
+            f"the state of a loader of {name} has order_version={version!r}, and this version of slipstream knows "
+            f"{', '.join(map(str, ORDER_VERSIONS))}: the rest of its epoch would be in another order. Resume with the version of "
+            "slipstream that saved it, or begin a new epoch (without loading the position)."
         )
     unknown = sorted(str(extra) for extra in set(state) - _KNOWN_KEYS - set(extras))
     if unknown:

@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
-from slipstream.data.order import torch_sampler_kind
+from slipstream.data.order import COMPUTED_SAMPLERS, torch_sampler_kind
 from slipstream.data.plan import SampleOrder
 from slipstream.data.sampler_state import SamplerState
 from slipstream.distributed import codec, pytree
@@ -129,7 +129,11 @@ def describe_loader(loader: PreparedLoader) -> dict[str, Any]:
         rules: list[Any] = ["stream", max(1, original.num_workers), loader.data_parts]
     else:
         rules = _describe_sampler(sampler, dataset)
-        shuffled = None if torch_sampler_kind(sampler) == "SequentialSampler" or _is_sequence(sampler) else loader.seed
+        kind, version = torch_sampler_kind(sampler), loader._epochs.order_version
+        if kind == "SequentialSampler" or _is_sequence(sampler):
+            shuffled = None
+        elif version > 1 and kind in COMPUTED_SAMPLERS:
+            shuffled = loader.seed, version
     dropped = loader._stride * (loader.steps_per_update or 1) if drop_last else 0
     text = repr((found["dataset"], found["length"], rules, _describe_selection(dataset), shuffled, dropped, found["even"], loader._kind))
     return {**found, "order": blake2b(text.encode(), digest_size=8).hexdigest()}
@@ -176,12 +180,16 @@ def _describe_selection(dataset: Any) -> list[Any]:
 
 
 def _digest_values(values: Any) -> bytes:
+    if isinstance(values, range) and len(values) > _MAX_COMPARED:
+        return fingerprint([values.start, values.stop, values.step])
     if isinstance(values, (list, tuple, range)) and (isinstance(values, range) or all(type(value) is int for value in values)):
         values = numpy.asarray(values, numpy.int64)
     return fingerprint([values])
 
 
 _PLAIN_TYPES = (str, int, float, bool, bytes, complex, type(None))
+_MAX_COMPARED = 10_000
+"""Of a selection of more samples than this, evenly spread ones are compared, so that a pass begins as quickly with any number of them."""
 _MAX_PARTS = 100
 """Of a dataset that is made of more parts than this, the first ones are looked at."""
 
@@ -256,7 +264,8 @@ def digest_selection_and_samples(dataset: Any) -> tuple[bytes, bytes]:
 
 def _collect_samples(dataset: Any, selected: list[Any], samples: list[Any]) -> None:
     if isinstance(dataset, Subset):
-        selected.append(_digest_values(dataset.indices))
+        selected.append(_digest_values(_spread_values(dataset.indices)))
+        selected.append(len(dataset.indices))
         _collect_samples(dataset.dataset, selected, samples)
     elif isinstance(dataset, ConcatDataset):
         for part in dataset.datasets[:_MAX_PARTS]:
@@ -268,6 +277,11 @@ def _collect_samples(dataset: Any, selected: list[Any], samples: list[Any]) -> N
         samples.extend(_plain_sample(stored[place]) for place in (0, len(dataset) - 1))
     elif type(dataset) in (list, tuple, range, numpy.ndarray, torch.Tensor) and len(dataset):
         samples.extend(_plain_sample(dataset[place]) for place in (0, -1))
+
+
+def _spread_values(values: Any) -> Any:
+    """Return at most `_MAX_COMPARED` values, evenly spread; all of a sequence that may not know slices with a step."""
+    return values[:: max(1, len(values) // _MAX_COMPARED)] if _is_sequence(values) else values
 
 
 def _plain_sample(value: Any) -> Any:

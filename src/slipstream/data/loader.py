@@ -379,7 +379,8 @@ class PreparedLoader(DataLoader[Any]):
         `break` during training, `untrained` if nothing was trained since it began, and `ended` after the last batch inside the loop.
         """
         epochs, loaded = self._epochs, self._epochs.loaded
-        rest = {"seed": self.seed, "kind": self._kind, "length": self._length(), "batch": self._stride}
+        rest: dict[str, Any] = {"seed": self.seed, "order_version": epochs.order_version}
+        rest |= {"kind": self._kind, "length": self._length(), "batch": self._stride}
         passes = epochs.passes(self.gradient_state.trained)
         if epochs.waits and loaded is not None and not passes:  # nothing was read since it was loaded
             numbers = {"epoch": loaded.epoch, "batches": loaded.batches, "samples": loaded.samples, "left": int(loaded.left)}
@@ -420,7 +421,7 @@ class PreparedLoader(DataLoader[Any]):
         position = read_position(state, length=self._length(), name=self._name)
         if not resume and self._is_over(position):
             position = replace(position, left=True)
-        self._epochs.seed = state["seed"]
+        self._epochs.seed, self._epochs.order_version = state["seed"], state.get("order_version", 1)
         self._epochs.load(self._load_extra_state(position), resume=resume, trained=self.gradient_state.trained)
         if self._epochs.left is not None:
             self._epochs.left.sampler_start = (position.extra.get("order") or {}).get("begin")

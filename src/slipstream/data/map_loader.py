@@ -333,7 +333,8 @@ class MapLoader(PreparedLoader):
     ) -> OpenedOrder:
         saved = loaded.extra.get("order") if loaded is not None and (loaded.epoch, loaded.samples) == (epoch, start) else None
         block = max(1, self._stride)
-        order, head = self._ordering.open(loader_pass, seed=self.seed, epoch=epoch, block=block, start=start, saved=saved)
+        how = {"seed": self.seed, "epoch": epoch, "block": block, "version": self._epochs.order_version}
+        order, head = self._ordering.open(loader_pass, **how, start=start, saved=saved)
         if self._per_update:
             order = trim_order_to_updates(order, self._per_update, 0 if head is None else start % self._per_update)
         return order, head
@@ -342,7 +343,7 @@ class MapLoader(PreparedLoader):
         (order, _), plan, rank = self._order(self._epochs.next), self._plan, self.data_rank.rank
         if isinstance(plan, BatchPlan) and isinstance(order, SampleOrder):
             return plan.iterate_listed(order, rank)
-        return (piece for piece, _, _ in plan.pieces(iter(order), rank))
+        return (piece for piece, _, _ in plan.pieces(order, rank))
 
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         original = self.original
@@ -354,7 +355,7 @@ class MapLoader(PreparedLoader):
         if isinstance(plan, BatchPlan) and isinstance(order, SampleOrder):
             batches = self._known(plan, order, epoch, start)
         else:
-            batches = self._drawn(plan.pieces(iter(order), self.data_rank.rank, start, head=head), epoch, start)
+            batches = self._drawn(plan.pieces(order, self.data_rank.rank, start, head=head), epoch, start)
         return self._measured(batches, epoch) if self._counts_rows else batches
 
     def _known(self, plan: BatchPlan, order: SampleOrder, epoch: int, start: int) -> Iterator[HandedBatch]:

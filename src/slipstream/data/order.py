@@ -1,8 +1,10 @@
 """The order of samples in an epoch, as a function of (seed, epoch): the user's sampler, iterated with our own generators.
 
 The same (seed, epoch) gives the same order on every rank and in every run, and the user's random states and generators are left as they
-were. torch's samplers of known length are listed at once. Any other sampler is drawn one global batch at a time, so that endless samplers
-work and a sampler that depends on the training is not drawn far ahead. No sampler is replaced and no device is seeded.
+were. The orders of torch's `RandomSampler` and `SubsetRandomSampler` are computed from their positions (`permutation.py`), in the
+way of a version that is saved with positions; its other samplers of known length are listed at once. Any other sampler is drawn one
+global batch at a time, so that endless samplers work and a sampler that depends on the training is not drawn far ahead. No sampler is
+replaced and no device is seeded.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ import numpy
 import torch
 from torch.utils.data import DistributedSampler
 
-from slipstream.data.plan import SampleOrder
+from slipstream.data.epoch_state import ORDER_VERSION
+from slipstream.data.plan import ComputedOrder, SampleOrder
 from slipstream.data.random_state import RandomStateScope, derive_seed
 from slipstream.errors import ConfigError
 
-__all__ = ["announce_epoch", "draw_order", "known_length", "list_samplers", "refuse_distributed_sampler", "torch_sampler_kind"]
+__all__ = [
+    "COMPUTED_SAMPLERS", "announce_epoch", "draw_order", "known_length", "list_samplers", "refuse_distributed_sampler",
+    "torch_sampler_kind",
+]
 
 
 _TORCH_SAMPLER_MODULES = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _TORCH_SAMPLERS = ("BatchSampler", "RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+COMPUTED_SAMPLERS = ("RandomSampler", "SubsetRandomSampler")
+"""Samplers of torch whose order is computed from its second version on."""
 _CONTAINER_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 _MAX_LISTED = 10_000_000
-"""Orders longer than this that are drawn with replacement are not laid out at once."""
+"""Orders longer than this that a sampler draws while it is read are not laid out at once."""
 
 
 class _OrderRecorder(Protocol):
@@ -42,11 +50,20 @@ class _OrderRecorder(Protocol):
 
 
 def draw_order(
-    sampler: Any, *, seed: int, epoch: int, block: int, record: _OrderRecorder | None = None, begun: int = 0, stop: int = 0
+    sampler: Any,
+    *,
+    seed: int,
+    epoch: int,
+    block: int,
+    version: int = ORDER_VERSION,
+    record: _OrderRecorder | None = None,
+    begun: int = 0,
+    stop: int = 0,
 ) -> SampleOrder | Iterator[Any]:
-    """Return the order in which a sampler (or batch sampler) gives its items in this epoch; listed, or drawn `block` items at a time.
+    """Return the order in which a sampler (or batch sampler) gives its items in this epoch; known, or drawn `block` items at a time.
 
-    `record` is told of an order that is not torch's own. `begun` items of the first block were drawn before; a block ends at `stop`.
+    `version` is one of `ORDER_VERSIONS`. `record` is told of an order that is not torch's own. `begun` items of the first block were drawn
+    before; a block ends at `stop`.
 
     >>> draw_order(torch.utils.data.SequentialSampler(range(5)), seed=0, epoch=0, block=2).take(3, 9)
     [3, 4]
@@ -57,6 +74,8 @@ def draw_order(
         return SampleOrder(range(len(sampler)))
     if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
         return _record_list(list(sampler), record)
+    if version > 1 and kind in COMPUTED_SAMPLERS:
+        return SampleOrder(_compute_order(sampler, kind, generator_seed))
     if kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         count = len(sampler.data_source)
         return SampleOrder(torch.randperm(count, generator=_torch_generator(generator_seed), device="cpu").numpy())
@@ -67,6 +86,18 @@ def draw_order(
         return _begin_order(sampler, _GeneratorScope(holders, generator_seed), block)
     with _GeneratorScope(holders, generator_seed):
         return SampleOrder(list(sampler))
+
+
+def _compute_order(sampler: Any, kind: str, key: int) -> ComputedOrder:
+    """Return the order of a sampler that torch shuffles; the key stands for its generator."""
+    from slipstream.data.permutation import Draws, Permutation, RepeatedPermutation, Selection  # which most evaluations do without
+
+    if kind == "SubsetRandomSampler":
+        return Selection(sampler.indices, key)
+    count, length = len(sampler.data_source), int(sampler.num_samples)
+    if sampler.replacement:
+        return Draws(count, length, key)
+    return Permutation(count, key) if count == length else RepeatedPermutation(count, length, key)
 
 
 def known_length(sampler: Any) -> int | None:

@@ -17,6 +17,7 @@ communication.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ from typing import Any, Literal
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from slipstream.config.handlers import check_count
 from slipstream.distributed import pytree
@@ -35,9 +37,9 @@ from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = [
-    "BatchPlan", "BatchSplitPlan", "ItemSplitPlan", "LastBatchPolicy", "RankPiece", "RoundRobinPlan", "SampleOrder", "SliceFunction",
-    "count_pieces", "count_samples", "keep_full_groups", "mark_last", "slice_for_ranks", "slice_rows", "split_effective_batch",
-    "trim_order_to_updates",
+    "BatchPlan", "BatchSplitPlan", "ComputedOrder", "ItemSplitPlan", "LastBatchPolicy", "Order", "RankPiece", "RoundRobinPlan",
+    "SampleOrder", "SliceFunction", "count_pieces", "count_samples", "keep_full_groups", "mark_last", "seek", "slice_for_ranks",
+    "slice_rows", "split_effective_batch", "trim_order_to_updates",
 ]
 
 
@@ -51,8 +53,22 @@ RankPiece = tuple[Any, "BatchShares | None", bool]
 _CHUNK_LENGTH = 4096
 
 
+class ComputedOrder(ABC):
+    """An order whose samples are computed from their positions (`permutation.py`)."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @abstractmethod
+    def look_up(self, positions: NDArray[numpy.uint64]) -> list[Any]:
+        """Return the samples at these positions, nested in lists as the positions are in an array."""
+
+
 class SampleOrder:
-    """An order of samples of known length: the first `length` of a sequence, or of an array with eight bytes per sample."""
+    """An order of samples of known length: the first `length` of a sequence, of an array with eight bytes per sample, or computed ones."""
 
     def __init__(self, values: Any, length: int | None = None) -> None:
         self.values = values
@@ -62,13 +78,35 @@ class SampleOrder:
         return self.length
 
     def __iter__(self) -> Iterator[Any]:
-        for begin in range(0, self.length, _CHUNK_LENGTH):
+        return self.iterate()
+
+    def iterate(self, start: int = 0) -> Iterator[Any]:
+        """Yield the samples from a position on."""
+        for begin in range(start, self.length, _CHUNK_LENGTH):
             yield from self.take(begin, begin + _CHUNK_LENGTH)
 
     def take(self, start: int, stop: int) -> list[Any]:
         """Return the samples at these positions as Python objects; fewer at the end of the order."""
-        taken = self.values[start : min(stop, self.length)]
+        stop = min(stop, self.length)
+        if isinstance(self.values, ComputedOrder):
+            return self.values.look_up(numpy.arange(start, max(start, stop), dtype=numpy.uint64))
+        taken = self.values[start:stop]
         return taken.tolist() if isinstance(taken, numpy.ndarray) else list(taken)
+
+    def take_each(self, begins: range, width: int) -> Iterator[list[Any]]:
+        """Yield the `width` samples at each of these positions; those of computed orders are computed many at a time."""
+        if not isinstance(self.values, ComputedOrder):
+            yield from (self.take(begin, begin + width) for begin in begins)
+            return
+        offsets = numpy.arange(width, dtype=numpy.uint64)
+        together = max(1, _CHUNK_LENGTH // max(1, width))
+        for first in range(0, len(begins), together):
+            own = begins[first : first + together]
+            yield from self.values.look_up(numpy.arange(own.start, own.stop, own.step, dtype=numpy.uint64)[:, None] + offsets)
+
+
+Order = SampleOrder | Iterator[Any]
+"""An order that is known, or one that is drawn while it is read."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +221,8 @@ class BatchPlan:
                 yield piece
         whole = (length - start) // size if start < length else 0
         if last > first or self.policy == "exact":
-            for position in range(start, start + whole * size, size):
-                yield order.take(position + first, position + last) or order.take(0, 1)
+            begins = range(start + first, start + first + whole * size, size)
+            yield from order.take_each(begins, last - first) if last > first else (order.take(0, 1) for _ in begins)
         left = (length - start) % size if start < length else 0
         if left and not self.drop_last:
             samples = order.take(length - left, length)
@@ -194,19 +232,19 @@ class BatchPlan:
 
     # -- an order that is drawn while it is read --------------------------------------------------------------------
 
-    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
+    def pieces(self, order: Order, rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
         """Yield the slices of a rank; one global batch of positions (not of data) is drawn ahead to know which one is the last.
 
         `head` is the beginning of the order (empty if it does not matter), if the order is already at `start`.
         """
         size = self.size
         offset = self.offset_in_batch(start)
-        head, order = _seek(order, start, head, size)
+        head, samples = seek(order, start, head, size)
         whole = size - offset
-        batch = list(islice(order, whole))
+        batch = list(islice(samples, whole))
         first = head or batch
         while batch:
-            following = list(islice(order, size)) if len(batch) == whole else []
+            following = list(islice(samples, size)) if len(batch) == whole else []
             if self.drop_last and len(following) < size:
                 following = []
             if len(batch) == whole:
@@ -262,10 +300,10 @@ class RoundRobinPlan:
         whole, left = divmod(batches, self.world_size)
         return whole + (left > rank if self.policy == "ragged" else left > 0)
 
-    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
+    def pieces(self, batches: Order, rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
         """Yield the batches of a rank; one round of batches of positions (not of data) is drawn ahead. `head` as in `BatchPlan`."""
         ranks = self.world_size
-        head, batches = _seek(batches, start, head, ranks)
+        head, batches = seek(batches, start, head, ranks)
         nominal = self.nominal or (self.measure(head[0]) if head else 1)
         dealt = list(islice(batches, ranks))
         while dealt:
@@ -309,9 +347,9 @@ class BatchSplitPlan:
         """Return how many of the batches a rank reads a slice of: all."""
         return batches
 
-    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
+    def pieces(self, batches: Order, rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
         """Yield the slices of a rank; one batch of positions (not of data) is drawn ahead. `head` as in `BatchPlan`."""
-        head, batches = _seek(batches, start, head, 1)
+        head, batches = seek(batches, start, head, 1)
         first: Sequence[Any] = head[0] if head else ()
         nominal = self.nominal or len(first) or 1
         for batch, is_last in mark_last(batches):
@@ -338,10 +376,17 @@ def _nearest_multiples(number: int, of: int) -> str:
     return f"{below} or {below + of}" if below else f"{of}"
 
 
-def _seek(order: Iterator[Any], start: int, head: Sequence[Any] | None, size: int) -> tuple[Sequence[Any], Iterator[Any]]:
-    """Return the first `size` items of an order, and the order from `start` on; with a `head`, it is there already."""
+def seek(order: Order, start: int, head: Sequence[Any] | None, size: int) -> tuple[Sequence[Any], Iterator[Any]]:
+    """Return the first `size` items of an order, and the order from `start` on; with a `head`, it is there already.
+
+    >>> head, rest = seek(SampleOrder(range(10)), 7, None, 2)
+    >>> head, list(rest)
+    ([0, 1], [7, 8, 9])
+    """
     if head is not None:
-        return head, order
+        return head, iter(order)
+    if isinstance(order, SampleOrder):
+        return order.take(0, size), order.iterate(start)
     head = list(islice(order, size))
     return head, islice(chain(head, order), start, None)
 
@@ -390,7 +435,7 @@ def split_effective_batch(effective: int, batch_size: int | None, world_size: in
     return per_device, each // per_device
 
 
-def trim_order_to_updates(order: SampleOrder | Iterator[Any], samples: int, begun: int = 0) -> SampleOrder | Iterator[Any]:
+def trim_order_to_updates(order: Order, samples: int, begun: int = 0) -> Order:
     """Return an order without the samples after the last full update; `begun` samples of an update came before an iterator.
 
     >>> list(trim_order_to_updates(iter(range(8)), 3))
@@ -436,9 +481,9 @@ class ItemSplitPlan:
         """Return how many of the items a rank reads a slice of: all."""
         return items
 
-    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
+    def pieces(self, order: Order, rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
         """Yield the slices of a rank; one batch is read ahead. `head` as in `BatchPlan`."""
-        head, items = _seek(order, start, head, 1)
+        head, items = seek(order, start, head, 1)
         full = count_samples(head[0]) if head else 0
         for item, is_last in mark_last(items):
             real = tuple(count_per_rank(count_samples(item), self.world_size))

@@ -235,12 +235,12 @@ class SamplerOrder:
         self._ahead = ahead
 
     def open(
-        self, loader_pass: LoaderPass | None, *, seed: int, epoch: int, block: int, start: int = 0, saved: Any = None
+        self, loader_pass: LoaderPass | None, *, seed: int, epoch: int, block: int, version: int, start: int = 0, saved: Any = None
     ) -> tuple[SampleOrder | Iterator[Any], Sequence[Any] | None]:
         """Return the order of a pass; with a head (its first positions), it stands at `start` already. `saved` is what `state` returned."""
         sampler_state = self.sampler_state
         if sampler_state is None or loader_pass is None:
-            return draw_order(self.units, seed=seed, epoch=epoch, block=block), None
+            return draw_order(self.units, seed=seed, epoch=epoch, block=block, version=version), None
         if loader_pass.sampler_start is not None:
             self._put_back(loader_pass.sampler_start)
         loader_pass.sampler_start = sampler_state.snapshot()

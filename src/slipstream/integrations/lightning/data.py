@@ -174,7 +174,7 @@ class ShardedLoader(DataLoader[Any]):
         drawn = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's wrapper of a sampler of the user
         if drawn is None:
             return list(sampler)
-        return list(draw_order(drawn, seed=sampler.seed, epoch=sampler.epoch, block=self._size))
+        return list(draw_order(drawn, seed=sampler.seed, epoch=sampler.epoch, block=self._size, version=1))  # as the sampler itself draws
 
     def rank_items(self) -> Iterator[Any]:
         """Yield what this rank reads of the pass that begins: lists of positions, or positions where batching is off."""
