@@ -1,7 +1,8 @@
 """What became slower: the figures of a run against those of an earlier commit, kept in `baseline.json`.
 
-Two figures differ only if their spreads do not overlap and the values are more than 5 % apart; everything else is noise. Compared is the
-ratio to the other side, which varies less between machines than the time; without another side it is the value itself.
+Two figures differ only if their spreads do not overlap and the values are more than 5 % apart (25 % where one of them was measured once
+and has no spread); everything else is noise. Compared is the ratio to the other side, which varies less between machines than the time;
+without another side it is the value itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from figures import Figure, Record, load, number
 
 BASELINE = Path(__file__).with_name("baseline.json")
 TOLERANCE = 0.05
+WITHOUT_SPREAD = 0.25
+"""The tolerance of figures that were measured once."""
 KINDS = ("slower", "faster", "new", "vanished", "same")
 
 
@@ -61,9 +64,10 @@ def _changes(group: str, before: Sequence[Figure], after: Sequence[Figure]) -> I
 def kind_of(before: Figure, after: Figure) -> str:
     """Return whether a figure became slower or faster, or is the same within the noise."""
     (low, high), (new_low, new_high) = before.interval, after.interval
-    if new_low > high and after.value > before.value * (1 + TOLERANCE):
+    tolerance = WITHOUT_SPREAD if before.low is None or after.low is None else TOLERANCE
+    if new_low > high and after.value > before.value * (1 + tolerance):
         return "slower"
-    if new_high < low and after.value < before.value * (1 - TOLERANCE):
+    if new_high < low and after.value < before.value * (1 - tolerance):
         return "faster"
     return "same"
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import subprocess
 import sys
 import time
@@ -103,7 +104,7 @@ def first_line(module: str) -> str:
 
 def command(name: str, given: argparse.Namespace) -> str:
     """Return the command that measures one group like this."""
-    words = ["python benchmarks/run.py", "--growth" * given.growth, f"--only {name!r}" if " " in name else f"--only {name}"]
+    words = ["python benchmarks/run.py", "--growth" * given.growth, "--only", shlex.quote(name)]
     return " ".join(filter(None, [*words, "--quick" * given.quick, f"--runs {given.runs}" if given.runs > 1 else ""]))
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import baseline  # noqa: E402
 import curves  # noqa: E402
 import figures  # noqa: E402
+import page  # noqa: E402
 import run  # noqa: E402
 import turns  # noqa: E402
 from curves import Curve, Growth  # noqa: E402
@@ -182,8 +183,11 @@ def test_change_of_a_figure(after, kind):
     assert change.kind == kind
 
 
-def test_counts_have_no_spread():
-    """A count is compared as it is."""
+def test_figures_without_a_spread():
+    """What was measured once has to differ by more; one from nothing always differs."""
+    before = Figure("a fork", 10.0, "ms")
+    found = [baseline.kind_of(before, Figure("a fork", now, "ms")) for now in (12.0, 13.0, 7.0)]
+    assert found == ["same", "slower", "faster"]
     [change] = baseline.compare({"imports": [Figure("modules", 0, "modules")]}, {"imports": [Figure("modules", 1, "modules")]})
     assert str(change) == "slower: imports: modules, 0 modules -> 1 modules"
 
@@ -200,6 +204,77 @@ def test_missing_baseline(tmp_path):
     """Without a baseline the error says how to write one."""
     with pytest.raises(SystemExit, match=r"no .*baseline\.json to compare with; write one with: python .* --save-baseline"):
         baseline.read_baseline(tmp_path / "baseline.json")
+
+
+# -- the pages --------------------------------------------------------------------------------------------------------
+
+
+def made_up_results() -> page.Results:
+    found = (STEP, Figure("alone", 5.0, "us", goal=4.0))
+    record = figures.Record(found, "python benchmarks/run.py --only training", {}, "abc", "2026-01-02T03")
+    cases = [
+        {"case": "the step | plain", "group": "training", "what": "a step"},
+        {"case": "our calls", "group": "training", "what": "alone", "reason": "because"},
+        {"case": "later", "group": "sharded training", "what": "a step"},
+    ]
+    return page.Results({"training": record}, {}, {"issue": cases})
+
+
+def part(kind: str) -> str:
+    return f"before\n<!-- measured: {kind} -->\nold\n<!-- end of measured -->\nafter"
+
+
+def test_table_of_chosen_figures():
+    """A case has its figure with spread and command, the reason only where the goal is missed, and says where it was not measured."""
+    assert page.written(part("cases issue"), made_up_results()).splitlines() == [
+        "before",
+        "<!-- measured: cases issue -->",
+        "| case | ours | other | ratio | spread | at most |  | why | command |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| the step \\| plain | 2 us | plain 1 us | 2.00 | 1.90 to 2.20 | 2.5 | met |  | `python benchmarks/run.py --only training` |",
+        "| our calls | 5 us |  |  |  | 4 us | **missed** | because | `python benchmarks/run.py --only training` |",
+        "| later |  |  |  |  |  | not measured |  | `python benchmarks/run.py --only 'sharded training'` |",
+        "<!-- end of measured -->",
+        "after",
+    ]
+
+
+def test_table_of_a_group():
+    """All figures of a group stand below their command, commit and day; columns that are empty are left out."""
+    lines = page.written(part("figures training"), made_up_results()).splitlines()
+    assert lines[2] == "`python benchmarks/run.py --only training` (commit abc, 2026-01-02)"
+    assert lines[6] == "| a step | 2 us | plain 1 us | 2.00 | 1.90 to 2.20 | 2.5 | met | a note |"
+    assert "Not measured: `python benchmarks/run.py --only launch --save`" in page.written(part("figures launch"), made_up_results())
+
+
+def test_unknown_part_of_a_page():
+    """A part that nothing makes is an error that names it."""
+    with pytest.raises(SystemExit, match="'tables'; the kinds are cases"):
+        page.written(part("tables"), made_up_results())
+
+
+@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
+def test_pages_are_what_the_results_give(path):
+    """The measured parts of the pages are those that `python benchmarks/page.py` writes."""
+    assert path.read_text() == page.written(path.read_text(), page.read_results())
+
+
+def test_drawings_are_what_the_results_give():
+    """There is a drawing for each kept growth, as `python benchmarks/page.py` writes it, and no other."""
+    wanted = {f"growth-{growth.name}.svg": curves.svg(growth) for path in run.RESULTS.glob("growth_*.json") for growth in curves.load(path)}
+    assert {path.name: path.read_text() for path in curves.PICTURES.glob("growth-*.svg")} == wanted
+
+
+def test_figures_of_the_readme_have_commands():
+    """Every row of the README's measured table ends with the command that measures it."""
+    rows = page.PART.search((ROOT / "README.md").read_text())[0].splitlines()[3:-1]
+    assert len(rows) > 5
+    assert [row for row in rows if not row.endswith("` |") or "| `python benchmarks/" not in row] == []
+
+
+def test_cases_are_of_groups():
+    """Every chosen figure names a group of `run.py`."""
+    assert {case["group"] for cases in page.read_results().cases.values() for case in cases} <= set(run.GROUPS)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
@@ -298,3 +373,9 @@ def test_groups_are_scripts():
     """Every group is a script with `measure`, and every script that measures is a group, a growth, or part of the soak."""
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def measure(quick: bool" in path.read_text()}
     assert scripts == {*run.GROUPS.values(), *run.GROWTHS.values()}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "benchmarks").glob("[!_]*.py")))
+def test_scripts_are_documented(name):
+    """Every script is named on the page."""
+    assert f"`{name}`" in (ROOT / "docs" / "benchmarks.md").read_text()
