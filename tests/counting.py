@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ def _tensors(call: Call) -> float:
 
 
 def count_system_calls(ranks: int) -> dict[str, Counts]:
-    """Return the system calls of each case, of the thread that makes the call; and for a save, which change the disk, of all threads."""
+    """Return the system calls of each case, of the thread on rank 0; of a save, also what all threads and ranks do to the disk."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "strace"
         launch = ["-m", "slipstream", "launch", "--cpu", "--num_processes", str(ranks)] if ranks > 1 else []
@@ -234,47 +234,45 @@ def count_system_calls(ranks: int) -> dict[str, Counts]:
 
 def make_calls(folder: Path) -> None:
     """Be the traced program: make all calls, between marks that `strace` sees."""
-    rank = os.environ.get("RANK", "0")
+    accelerator = Accelerator(cpu=True)
     for kind, cases in (("ours", CASES), ("plain", PLAIN)):
         for name, make in cases.items():
             call = make(folder)
             for _ in range(WARM_UP):
                 call()
-            with _marked(f"{kind}/{name}", visible=rank == "0"):
-                for _ in range(CALLS):
-                    call()
+            accelerator.wait_for_everyone()
+            os.access(f"/counts/begin/{accelerator.process_index}/{kind}/{name}", os.F_OK)
+            for _ in range(CALLS):
+                call()
+            os.access(f"/counts/end/{accelerator.process_index}/{kind}/{name}", os.F_OK)
+            accelerator.wait_for_everyone()
 
 
-@contextmanager
-def _marked(name: str, visible: bool) -> Iterator[None]:
-    os.access(f"/counts/begin/{name}" if visible else "/", os.F_OK)
-    yield
-    os.access(f"/counts/end/{name}" if visible else "/", os.F_OK)
+MARK = re.compile(r'^(?P<thread>\d+) .*"/counts/(?P<edge>begin|end)/(?P<rank>\d+)/(?P<kind>ours|plain)/(?P<name>[^"]+)"')
 
 
 def _between_marks(lines: list[str]) -> Iterator[tuple[str, Counts]]:
-    mark = re.compile(r'^(\d+) .*"/counts/(begin|end)/(ours|plain)/([^"]+)"')
-    marks = [(index, found) for index, line in enumerate(lines) if (found := mark.match(line))]
-    begun = {found.group(3, 4): (index, found[1]) for index, found in marks if found[2] == "begin"}
-    ended = {found.group(3, 4): index for index, found in marks if found[2] == "end"}
-    counts = {key: _counted(lines[start + 1 : ended[key]], thread) for key, (start, thread) in begun.items()}
-    for (kind, name), of_case in counts.items():
+    marks: dict[tuple[str, str], list[tuple[int, re.Match[str]]]] = {}
+    for index, line in enumerate(lines):
+        if found := MARK.match(line):
+            marks.setdefault((found["kind"], found["name"]), []).append((index, found))
+    calls = {}
+    for case, of_case in marks.items():
+        start, end = (index for index, found in of_case if found["rank"] == "0")
+        thread = next(found["thread"] for _, found in of_case if found["rank"] == "0")
+        calls[case] = sum(line.startswith(f"{thread} ") for line in lines[start + 1 : end] if _name_of(line))
+    for kind, name in marks:
         if kind == "ours":
-            beyond = counts.get(("plain", name), Counter())
-            found = {"system calls": (of_case["all"] - beyond["all"]) / CALLS}
-            found |= {what: of_case[what] / CALLS for what in SAVES if of_case[what]} if name == "save_state" else {}
-            yield name, found
+            found = {"system calls": (calls[kind, name] - calls.get(("plain", name), 0)) / CALLS}
+            first, last = marks[kind, name][0][0], marks[kind, name][-1][0]
+            changes = Counter(_name_of(line) for line in lines[first:last]) if name == "save_state" else Counter()
+            yield name, {**found, **{what: changes[what] / CALLS for what in SAVES if changes[what]}}
 
 
-def _counted(lines: list[str], thread: str) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for line in lines:
-        number, _, rest = line.partition(" ")
-        name = rest.strip().partition("(")[0]
-        if "<... " not in name and name.isidentifier():
-            found["all"] += number == thread
-            found[name] += 1
-    return found
+def _name_of(line: str) -> str:
+    """Return the system call that a line begins; nothing where it ends one that was interrupted, or is about a signal."""
+    name = line.partition(" ")[2].strip().partition("(")[0]
+    return name if name.isidentifier() else ""
 
 
 # -- the record -------------------------------------------------------------------------------------------------------
