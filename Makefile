@@ -27,7 +27,7 @@ help:
 	@echo "make test-standin  every test of several processes, on the stand-in accelerator instead of the CPU"
 	@echo "make quick    the tests that start no processes"
 	@echo "make check    ruff, mypy, and the shape of the tree"
-	@echo "make bench    measure against plain torch and accelerate, side by side"
+	@echo "make bench    measure against plain torch and accelerate, side by side, and say what became slower since the baseline"
 	@echo "make soak     random faults for hours: restarts, kills, ten minutes on busy cores, and two hours of training that must end bit-equal"
 	@echo "              (as root also with full disks and cut networks; SOAK_OPTIONS='--only training --hours 1' runs a part)"
 

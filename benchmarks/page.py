@@ -5,7 +5,8 @@
 
 A part stands between `<!-- measured: KIND NAME -->` and `<!-- end of measured -->`. The kinds: `cases LIST` is a table of chosen figures
 (`cases.json` says which, and has the hand-written reasons of missed goals) and `readme LIST` a shorter one; `figures GROUP` are all figures
-of a group, `growth` the drawings with their points, `scripts` what each script does, `machines` where it was measured.
+of a group, `growth` the drawings with their points, `soak` the parts of the soak, `scripts` what each script does, `machines` where it was
+measured.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from figures import HERE, TITLES, Figure, Record, load
 
 ROOT = HERE.parent
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+SOAK = HERE / "results" / "soak" / "results.md"
 PART = re.compile(r"(<!-- measured: (?P<kind>\w+) ?(?P<name>[^\n]*?) -->\n).*?(<!-- end of measured -->)", re.DOTALL)
 
 
@@ -126,6 +128,13 @@ def growth(results: Results, name: str) -> Iterator[str]:
             yield f"\n{drawing.note}\n" if drawing.note else ""
 
 
+def soak(results: Results, name: str) -> Iterator[str]:
+    """Yield the table that `soak.py` wrote, with the command."""
+    command = f"python benchmarks/soak.py --results {SOAK.relative_to(ROOT)}"
+    yield f"`{command}`\n" if SOAK.exists() else f"Not run: `{command}`"
+    yield from SOAK.read_text().splitlines() if SOAK.exists() else ()
+
+
 def scripts(results: Results, name: str) -> Iterator[str]:
     """Yield what each script says about itself in its first line; workers, which other scripts start, are left out."""
     paths = sorted(HERE.glob("[!_]*.py"))
@@ -158,6 +167,7 @@ KINDS: dict[str, Callable[[Results, str], Iterator[str]]] = {
     "machines": machines,
     "readme": readme,
     "scripts": scripts,
+    "soak": soak,
 }
 
 
