@@ -169,6 +169,7 @@ def _launched_again(job: Job, *words: str, mend: Callable[[], object] = lambda: 
     began = time.monotonic()
     job.await_launchers()
     text, before = job.text(), job.processes()
+    job.clear_left()
     mend()
     job.start()
     job.wait("the first step of a new launch", lambda: job.attempt() >= 0)

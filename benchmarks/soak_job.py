@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -95,6 +96,7 @@ class Job:
                 for rank, options in enumerate(machines)
             ]
         variables = {MARK: self.mark, "SOAK_LAUNCH": str(self.launches), "TMPDIR": str(self.memory / "tmp")}
+        variables["TORCH_FR_BUFFER_SIZE"] = "64"  # torch records its last 2,000 collectives: at one kilobyte each, this looks like growth
         with self.output.open("ab") as output:
             self.launchers = [
                 subprocess.Popen([*self._own_memory(), *command], stdout=output, stderr=output, env=quiet_environment(**variables))
@@ -203,6 +205,11 @@ class Job:
 
     def folders_left(self) -> int:
         return len(os.listdir(self.memory / "tmp"))
+
+    def clear_left(self) -> None:
+        """Remove what a launcher that was killed has left: nobody else can."""
+        for path in (self.memory / "tmp").iterdir():
+            shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         for launcher in self.launchers:

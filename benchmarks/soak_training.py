@@ -34,8 +34,10 @@ from soak_faults import KINDS, OF_MACHINES, Fault, Outcome, Unexpected, schedule
 from soak_job import RANKS, Job, JobEnded, make_job
 from soak_usage import TITLES, Slope, job_slopes, read_lines, slopes, usage
 
-CALM = 120.0
+CALM = 240.0
 """Seconds without a fault, once in every round, in which growth within a process can be seen."""
+WARM_UP_STEPS = 1000
+"""Steps of a worker before its memory is compared: caches and allocators fill."""
 MARGIN = 200
 """Steps from the one at which the end is decided to the last one: no rank can be there before it has read of it."""
 
@@ -148,8 +150,8 @@ class Soak:
                     held = usage(psutil.Process(popen.pid))
                 except (psutil.Error, OSError):
                     continue
-                life = len([one for one in self.samples[kind] if one["process"] == f"{popen.pid}.{index}"])
-                self.samples[kind].append({"process": f"{popen.pid}.{index}", "work": life, **held})
+                work = max(0, self.job.attempt()) if kind == "launcher" else self.job.step()
+                self.samples[kind].append({"process": f"{popen.pid}.{index}", "work": work, **held})
 
     def sample_job(self) -> None:
         """Sample what belongs to no single process."""
@@ -161,8 +163,9 @@ class Soak:
     def growth(self) -> list[Slope]:
         """Return all slopes so far."""
         workers = [sample for rank in range(RANKS) for sample in read_lines(self.job.folder / f"usage-{rank}.jsonl")]
-        found = slopes("worker", workers, warm_up=256)
-        found += slopes("launcher", self.samples["launcher"], warm_up=2) + slopes("watch", self.samples["watch"], warm_up=2)
+        found = slopes("worker", workers, warm_up=WARM_UP_STEPS)
+        found += slopes("launcher", self.samples["launcher"], warm_up=1)  # the first restart opens a second store
+        found += slopes("watch", self.samples["watch"], warm_up=0)
         return found + job_slopes(self.samples["job"], HELD_BY_ALL)
 
     # the undisturbed run, and the comparison

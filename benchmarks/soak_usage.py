@@ -18,10 +18,13 @@ from typing import Any
 
 import psutil
 
-MEASURES = {"private": "MB", "rss": "MB", "files": "", "threads": "", "children": ""}
-"""What is fitted, with units. `private` is the memory of the process alone; `rss` includes pages shared with the launcher."""
-LIMITS = {"MB": 8.0, "": 1.0}
+MEASURES = {"rss": "MB", "files": "", "threads": "", "children": ""}
+"""What is fitted, with units. Resident memory includes the pages that a worker shares with its launcher, so that it does not grow when the
+worker writes to one of them, as its private memory does."""
+LIMITS = {"MB": 10.0, "": 1.0}
 """Growth per hour that would be noticed in a run of a week, by unit."""
+KEEPS_DATA = {("watch", "MB"): 40.0}
+"""Other limits, for what keeps the data that it reads."""
 
 
 def usage(process: psutil.Process) -> dict[str, Any]:
@@ -56,7 +59,7 @@ class Slope:
 
     @property
     def limit(self) -> float:
-        return LIMITS[self.unit]
+        return KEEPS_DATA.get((self.kind, self.unit), LIMITS[self.unit])
 
     @property
     def grows(self) -> bool:

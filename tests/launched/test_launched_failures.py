@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -197,6 +198,29 @@ def test_leftover_processes_ended(launch, script, tmp_path):
     left = [int(path.read_text()) for path in tmp_path.glob("left-*")]
     assert len(left) == 2
     assert all(gone(pid) for pid in left)
+
+
+@pytest.mark.parametrize("options", [(), ("--log_dir", "logs")], ids=["temporary", "kept"])
+def test_killed_workers_leave_no_files(launch, script, tmp_path, monkeypatch, options):
+    """What a killed process leaves in the folder for temporary files is removed with its attempt, and at the end everything is."""
+    train = script(
+        "import json, multiprocessing.util, os, signal, tempfile\n"
+        "own, attempt = multiprocessing.util.get_temp_dir(), os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "open(own + '/socket', 'w').close()\n"
+        "found = [name for _, folders, files in os.walk(tempfile.gettempdir()) for name in (*folders, *files)]\n"
+        "open(f\"{os.environ['NOTES']}/found-{attempt}-{os.environ['RANK']}\", 'w').write(json.dumps([own, found]))\n"
+        "if attempt == '0': os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert launch(*TWO, "--max_restarts", "1", *options, train, TMPDIR=str(folder)).code == 0
+    for rank in range(2):
+        own, found = json.loads((tmp_path / f"found-1-{rank}").read_text())
+        assert own.startswith(str(folder))
+        assert os.path.basename(own) == f"1-{rank}"
+        assert not [name for name in found if name.startswith(("pymp", "0-", "attempt_0"))]
+    assert os.listdir(folder) == []
 
 
 @pytest.mark.soak

@@ -59,7 +59,7 @@ from slipstream.launch.store import (
     wait_for_listener,
 )
 from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, WorkerOutput
-from slipstream.launch.worker_main import ERROR_FILE_VARIABLE, STACK_FILE_VARIABLE, ForkedWorker, set_environ
+from slipstream.launch.worker_main import ERROR_FILE_VARIABLE, SCRATCH_VARIABLE, STACK_FILE_VARIABLE, ForkedWorker, set_environ
 from slipstream.launch.worker_processes import (
     KILL_AFTER,
     ProcessExit,
@@ -153,6 +153,8 @@ class Agent(_Agent):
         self._oom_kills = oom_kill_counts()
         if isinstance(self._rdzv, StaticRendezvous):  # a failure anywhere costs every machine one attempt
             self._remaining_restarts = self._plan.max_restarts - self.attempt
+        if self.attempt > 0:
+            self._folder.end_attempt(self.attempt - 1)
         for rank in worker_group.workers:
             self._start(rank, worker_group)
         return dict(self._processes.pids)
@@ -230,7 +232,7 @@ class Agent(_Agent):
     def _start(self, rank: Rank, group: WorkerGroup) -> None:
         files = self._folder.worker_files(self.attempt, rank.global_rank, rank.local_rank)
         self._worker_files[rank.local_rank] = files
-        internal = {ERROR_FILE_VARIABLE: str(files.error), STACK_FILE_VARIABLE: str(files.stack)}
+        internal = {ERROR_FILE_VARIABLE: str(files.error), STACK_FILE_VARIABLE: str(files.stack), SCRATCH_VARIABLE: str(files.scratch)}
         internal[OUTPUT_VARIABLE] = self._worker_output(files).dump()
         environment = {**self._environment, **self._rank_environment(rank, group), **internal}
         silent = self._plan.console == "main" and rank.global_rank != 0

@@ -69,6 +69,8 @@ class WorkerFiles:
     """The streams whose files are copied to the terminal: 1 stdout, 2 stderr, 3 both."""
     kept: bool = True
     """The files remain after the run."""
+    scratch: Path = Path()
+    """A folder for what ends with the process; the launcher removes it, since a process that is killed cannot."""
 
     @property
     def files(self) -> int:
@@ -124,6 +126,7 @@ class LogFolder:
             raise ConfigError(
                 f"log_dir={log_dir} cannot be used: {error.strerror}.\nGive a folder that can be written to with --log_dir."
             ) from None
+        self._scratch = Path(tempfile.mkdtemp(prefix="slipstream-")) if self.kept else self.path
 
     def worker_files(self, attempt: int, rank: int, local_rank: int) -> WorkerFiles:
         """Create the folder of one worker and return its files."""
@@ -133,9 +136,16 @@ class LogFolder:
         streams = STDOUT | STDERR if self.kept and local_rank not in self._direct else followed
         stdout = folder / "stdout.log" if streams & STDOUT else None
         stderr = folder / "stderr.log" if streams & STDERR else None
-        files = WorkerFiles(folder, stdout, stderr, followed, self.kept)
+        scratch = self._scratch / f"{attempt}-{local_rank}"  # short: the path of a socket has a hundred characters
+        files = WorkerFiles(folder, stdout, stderr, followed, self.kept, scratch)
+        scratch.mkdir(mode=0o700)
         files.claims.mkdir(exist_ok=True, mode=0o700)
         return files
+
+    def end_attempt(self, attempt: int) -> None:
+        """Remove what nobody needs of an attempt that is over, so that a job with many restarts does not fill the disk."""
+        for path in [*self._scratch.glob(f"{attempt}-*"), *([] if self.kept else [self.path / f"attempt_{attempt}"])]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def not_shown(self) -> list[int]:
         """Return the local ranks with output that goes to files only."""
@@ -143,7 +153,7 @@ class LogFolder:
 
     def remove(self) -> None:
         """Remove a temporary folder; of a folder that the user named, only the files of the launcher."""
-        for path in self.path.glob(f"attempt_*/{_CLAIMS}") if self.kept else [self.path]:
+        for path in [*(self.path.glob(f"attempt_*/{_CLAIMS}") if self.kept else ()), self._scratch]:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -34,8 +34,8 @@ from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, install_warning_ded
 from slipstream.launch.worker_processes import die_with_parent, flush_streams
 
 __all__ = [
-    "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "STACK_FILE_VARIABLE", "end_interpreter", "run_target", "run_worker",
-    "set_environ", "user_traceback",
+    "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "SCRATCH_VARIABLE", "STACK_FILE_VARIABLE", "end_interpreter", "run_target",
+    "run_worker", "set_environ", "user_traceback",
 ]
 
 
@@ -187,6 +187,8 @@ ERROR_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_ERROR_FILE"
 """Variable with the path of the `WorkerError` that a failing worker writes."""
 STACK_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_STACK_FILE"
 """Variable with the path of the stack that a crashing worker writes."""
+SCRATCH_VARIABLE: Final = "SLIPSTREAM_INTERNAL_SCRATCH"
+"""Variable with the path of a folder for what ends with the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +240,7 @@ def run_worker(target: Target) -> NoReturn:
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     _enable_faulthandler(os.environ.pop(STACK_FILE_VARIABLE, ""))
     error_path = os.environ.pop(ERROR_FILE_VARIABLE, "")
+    _set_multiprocessing_folder(os.environ.pop(SCRATCH_VARIABLE, ""))
     install_warning_dedup(os.environ.pop(OUTPUT_VARIABLE, ""), os.environ)
     code = 0
     try:
@@ -264,6 +267,18 @@ def _enable_faulthandler(path: str) -> None:
     if path:
         with contextlib.suppress(OSError):
             faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), all_threads=False)
+
+
+def _set_multiprocessing_folder(path: str) -> None:
+    """Let multiprocessing, and so the workers of data loaders, keep its sockets in a folder that the launcher removes.
+
+    Its own, `pymp-*` in the folder for temporary files, stays there when the process is killed. Python internals: the entry `tempdir` is
+    where `multiprocessing.util.get_temp_dir` remembers the folder (Python 3.10 to 3.14); tests/launched/test_launched_failures.py notices.
+    """
+    if path:
+        from multiprocessing.process import current_process
+
+        current_process()._config["tempdir"] = path  # type: ignore[attr-defined]
 
 
 def _exit_code(request: SystemExit, error_path: str) -> int:
