@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import json
 import logging
 import pstats
@@ -94,6 +95,28 @@ def prepared(kind: type) -> Build:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+def logging_each(folder: Path) -> Build:
+    """Return our step that also logs its loss to the local tracker, as a tensor."""
+
+    def build(parts: Parts) -> Callable[[], None]:
+        accelerator = Accelerator(cpu=True, project_dir=str(folder))
+        accelerator.init_trackers("bench")
+        model, optimizer, scheduler = accelerator.prepare(parts.model, parts.optimizer, parts.scheduler)
+        x, y, numbers = parts.x, parts.y, itertools.count()
+
+        def step() -> None:
+            loss = mse(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss}, step=next(numbers))
 
         return step
 
@@ -223,7 +246,7 @@ def bare(accumulates: bool | None) -> Build:
     return build
 
 
-def cases() -> dict[str, dict[str, Build]]:
+def cases(folder: Path) -> dict[str, dict[str, Build]]:
     """Return the contenders of each case; all of them reach the same weights."""
     from accelerate import Accelerator as Theirs
 
@@ -231,6 +254,7 @@ def cases() -> dict[str, dict[str, Build]]:
         "plain": plain,
         "ours": prepared(Accelerator),
         "ours, accumulate": under_accumulate(Accelerator),
+        "ours, logged": logging_each(folder),
         "accelerate": prepared(Theirs),
         "accelerate, accumulate": under_accumulate(Theirs),
         **({"fabric": fabric} if has_fabric() else {}),
@@ -301,7 +325,7 @@ def main() -> None:
     state = PartialState(cpu=True)
     barrier = dist.barrier if dist.is_initialized() else (lambda: None)
     found: dict[str, Any] = {}
-    for case, builds in cases().items():
+    for case, builds in cases(options.output.parent / "project").items():
         calls = options.calls if case != "bare" else 50 * options.calls  # a hundredth of the time each
         check(case, builds)
         times = {name: Times() for name in builds}

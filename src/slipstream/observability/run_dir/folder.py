@@ -48,6 +48,7 @@ INDEX_RECORD: Final = struct.Struct("<QQqd")
 
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _CHUNK: Final = 1 << 20
+_to_json: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def index_path(path: Path) -> Path:
@@ -107,7 +108,7 @@ class JsonLinesWriter:
 
     def append(self, record: dict[str, Any], *, step: int | None = None, time: float = 0.0) -> None:
         """Append a record as a line; `step` and `time` are for the index."""
-        self.line(json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")), step=step, time=time)
+        self.line(_to_json(record), step=step, time=time)
 
     def line(self, text: str, *, step: int | None = None, time: float = 0.0) -> None:
         """Append a line that is formatted already."""

@@ -20,6 +20,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from slipstream.config.redaction import redact_values
@@ -80,6 +81,8 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         self._settings: dict[str, Any] = {}
         self._look_at = 0.0
         self._spelled: dict[str, str] = {}
+        self._tensor: type = NoneType
+        """The class of tensors, from the start on."""
 
     @property
     def tracker(self) -> Path:
@@ -96,6 +99,9 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
     @on_main_process
     def start(self) -> None:
         """Create or find the folder of the run, and open the file."""
+        import torch
+
+        self._tensor = torch.Tensor
         if self.folder is None:
             self.folder = RunFolder.create(self.logging_dir, self._wanted, project=self.run_name, resume=self._resume)
         try:
@@ -131,6 +137,9 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
         spelled, parts = self._spelled, []
         for name, value in values.items():
             kind = type(value)
+            if kind is self._tensor and value.is_cpu and value.numel() == 1:
+                value = value.item()
+                kind = type(value)
             if (kind is not float or value - value != 0.0) and kind is not int:
                 return self._log_with(values, step, kwargs)
             parts.append(f"{spelled.get(name) or self._spell(name)}{value!r}")

@@ -312,6 +312,8 @@ class Trackers:
         self._lines: Counter[tuple[str, str]] = Counter()
         self.started: list[GeneralTracker] = []
         """The trackers of the run that is under way: the real ones on the main process, null objects elsewhere."""
+        self._stores = False
+        """Whether one of them is a real one."""
 
     @property
     def names(self) -> list[str]:
@@ -350,6 +352,7 @@ class Trackers:
                 self._finish(tracker)
             raise
         self.started = made
+        self._stores = any(not isinstance(tracker, NullTracker) for tracker in made)
 
     def _begin(
         self,
@@ -390,7 +393,7 @@ class Trackers:
 
     def finish(self) -> None:
         """End every tracker; a second time it does nothing."""
-        ending, self.started = self.started, []
+        ending, self.started, self._stores = self.started, [], False
         for tracker in ending:
             self._finish(tracker)
 
@@ -403,7 +406,7 @@ class Trackers:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f'log({values!r}): values are a dict of names, as in log({{"loss": 0.5}}, step=1)')
-        if any(not isinstance(tracker, NullTracker) for tracker in self.started):
+        if self._stores:
             values = dict(fetch_scalars(values))
         self._send("log", "values", (values,), {}, step, log_kwargs)
 

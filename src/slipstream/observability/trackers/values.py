@@ -112,6 +112,10 @@ def to_number(value: Any) -> Any:
     return value.item() if _count_elements(value) == 1 and hasattr(value, "item") else value
 
 
+_PLAIN: frozenset[type] = frozenset((float, int, bool, str))
+"""Types of values that are on the host, whatever they hold."""
+
+
 def fetch_scalars(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values with tensors of one element on the host. Those of a device are fetched together, so that it is waited for once.
 
@@ -119,24 +123,39 @@ def fetch_scalars(values: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> fetch_scalars({"loss": torch.tensor(0.5), "eval": {"name": "test"}})
     {'loss': tensor(0.5000), 'eval': {'name': 'test'}}
     """
+    waiting = _device_scalars(values.values(), _MAX_DEPTH)
+    if not waiting:
+        return values
     import torch
 
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for _, value in _flatten(values, "", _MAX_DEPTH):
-        if _is_device_scalar(value):
-            alike.setdefault((value.device, value.dtype), []).append(value)
+    for tensor in waiting:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     fetched = {
         id(tensor): single.reshape(tensor.shape)
         for tensors in alike.values()
         for tensor, single in zip(tensors, torch.stack([tensor.detach().reshape(()) for tensor in tensors]).cpu(), strict=True)
     }
-    return _replace(values, fetched, _MAX_DEPTH) if fetched else values
+    return _replace(values, fetched, _MAX_DEPTH)
+
+
+def _device_scalars(values: Iterable[Any], levels: int) -> list[Any]:
+    """Return the tensors of one element that are on a device, also of nested dicts; no names are made on the way."""
+    found: list[Any] = []
+    for value in values:
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, Mapping):
+            found += _device_scalars(value.values(), levels - 1) if levels else ()
+        elif not getattr(value, "is_cpu", True) and _is_device_scalar(value):
+            found.append(value)
+    return found
 
 
 def _is_device_scalar(value: Any) -> bool:
     import torch
 
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() == 1 and not value.is_cpu and not value.is_meta
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() == 1 and not value.is_meta
 
 
 def _replace(values: Mapping[str, Any], found: Mapping[int, Any], levels: int) -> dict[str, Any]:
