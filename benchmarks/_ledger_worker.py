@@ -103,7 +103,7 @@ def ours(folder: str | None = None, **options: Any) -> Build:
             accelerator.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            accelerator.log({"loss": loss.item()}, step=next(numbers))
+            accelerator.log({"loss": loss}, step=next(numbers))
 
         chosen = step if folder is None else logged
         chosen.weights = weights  # type: ignore[attr-defined]
@@ -141,21 +141,29 @@ class _NoOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-def bare(**options: Any) -> Build:
-    """Return a step in which torch does nothing: the difference between two of them is the ledger."""
+def bare(folder: str | None = None, **options: Any) -> Build:
+    """Return a step in which torch does nothing: the difference between two of them is the ledger. With a folder, it logs a loss there."""
 
     def build() -> Callable[[], None]:
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[LedgerKwargs(**options)])
+        accelerator = Accelerator(cpu=True, project_dir=folder, kwargs_handlers=[LedgerKwargs(summary=False, **options)])
+        if folder is not None:
+            accelerator.init_trackers("bench")
         inner = _NoModel(torch.ones((), requires_grad=True).as_subclass(_NoLoss))
         net, optimizer, reader = accelerator.prepare(inner, _NoOptimizer(inner.parameters()), DataLoader(Batches(), batch_size=None))
-        batches = endless(reader)
+        batches, numbers, value = endless(reader), itertools.count(), torch.ones(())
 
         def step() -> None:
             accelerator.backward(net(next(batches)))
             optimizer.step()
             optimizer.zero_grad()
 
-        return step
+        def logged() -> None:
+            step()
+            accelerator.log({"loss": value}, step=next(numbers))
+
+        chosen = step if folder is None else logged
+        chosen.accelerator = accelerator  # type: ignore[attr-defined]
+        return chosen
 
     return build
 

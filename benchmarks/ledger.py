@@ -7,7 +7,7 @@ median, over many short rounds, of on / off within one pass (see `turns.py`), in
 added microseconds, plain PyTorch, and off against itself, which shows the noise. Goals:
 
 - a step of a millisecond                    at most 1.01 x without the ledger, on one process and on two
-- the same, and `log({"loss": loss.item()})`      at most 1.02 x without both
+- the same, and `log({"loss": loss})`             at most 1.02 x without both
 - the marks, in a step where torch does nothing   at most 5 us
 """
 

@@ -71,13 +71,15 @@ def test_lines_exact(tmp_path_factory: pytest.TempPathFactory, values: dict[str,
 
 
 def test_plain_numbers_fast_path(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain numbers take the short way."""
+    """Plain numbers and tensors of one element on the host take the short way."""
     tracker.store_init_configuration({})
     monkeypatch.delattr(local, "sort_values")
     tracker.log({"loss": 0.1, "step": 3}, step=1)
-    with pytest.raises(NameError):
-        tracker.log({"loss": float("nan")}, step=1)
-    assert [line["values"] for line in lines_of(tracker)[1:]] == [{"loss": 0.1, "step": 3}]
+    tracker.log({"loss": torch.tensor([0.5], requires_grad=True), "step": torch.tensor(4)}, step=2)
+    for bad in (float("nan"), torch.tensor(float("inf")), torch.ones(2), torch.ones((), device="meta"), torch.tensor(True)):
+        with pytest.raises(NameError):
+            tracker.log({"loss": bad}, step=3)
+    assert [line["values"] for line in lines_of(tracker)[1:]] == [{"loss": 0.1, "step": 3}, {"loss": 0.5, "step": 4}]
 
 
 def test_unsupported_value(tracker: LocalTracker) -> None:

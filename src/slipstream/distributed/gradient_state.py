@@ -355,6 +355,8 @@ class GradientState:
         """The innermost loader that is being read."""
         self.nested = False
         """Whether one loader is being read while another is."""
+        self.reads_loaders = False
+        """Whether a prepared loader was ever read: without, there is no batch to find."""
         self.meter: Meter | None = None
         """The meter that records the phases of steps; see `observability/timing/`."""
         self.trained = 0
@@ -525,7 +527,7 @@ class GradientState:
         """Begin a pass over a loader."""
         loader_pass.loader, loader_pass.trained_at, loader_pass.sequence = weakref.ref(loader), self.trained, self._sequence
         self._stack.append(loader_pass)
-        self.active, self.nested = loader, len(self._stack) > 1
+        self.active, self.nested, self.reads_loaders = loader, len(self._stack) > 1, True
         self.only_pass = None if self.nested else loader_pass
         self.metrics.finished_pass = None
 

@@ -75,7 +75,7 @@ class AcceleratedScheduler:
             self._link()
         optimizer = self._optimizer
         if optimizer is not None:
-            linked = optimizer.linked
+            linked = optimizer._linked or optimizer.linked
             if not linked.closing:
                 if self._state.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                     self.scheduler._step_count += 1

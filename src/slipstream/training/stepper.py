@@ -128,11 +128,12 @@ class AccumulateBlock:
             raise StateError("accumulate inside of accumulate: one block is one batch. Name all models in one: accumulate(first, second)")
         state, first = stepper.state, self.first
         plugin = state.plugin
-        self.batch = batch = _find_batch(state, first.batch)
+        self.batch = batch = _find_batch(state, first.batch) if state.reads_loaders else None
         steps = (None if batch is None else batch.steps) or plugin.num_steps or 1
-        if steps > 1 and batch is None and plugin.sync_with_dataloader:
-            warn_if_read_ahead(stepper.warned, first, state)
-        stepper.record_batch(batch, steps)
+        if state.reads_loaders:
+            if steps > 1 and batch is None and plugin.sync_with_dataloader:
+                warn_if_read_ahead(stepper.warned, first, state)
+            stepper.record_batch(batch, steps)
         closing = first.begin(steps, batch, plugin.sync_with_dataloader)
         if first.closed_early:
             warn_of_late_pieces(stepper.warned)
@@ -343,7 +344,7 @@ class Stepper:
         if self._losses_to_check or loss.dtype not in _FULL_PRECISION:
             self._check_loss(loss)
         block = self.block
-        batch = self._batch_outside() if block is None else block.batch
+        batch = block.batch if block is not None else self._batch_outside() if self.state.reads_loaders else None
         if weight is None and (batch is None or batch.shares is None) and not self.scaler.scales:
             if block is None:
                 usual = not self.accumulates and self._steps(batch) == 1

@@ -113,13 +113,13 @@ class JsonLinesWriter:
     def line(self, text: str, *, step: int | None = None, time: float = 0.0) -> None:
         """Append a line that is formatted already."""
         if self._torn:
-            self._write("\n")
+            self._write(b"\n")
             self._torn = False
             self.lines += 1
         if self._index is not None and self.lines % INDEX_EVERY == 0:
             os.write(self._index, INDEX_RECORD.pack(self.lines, self.size, -1 if step is None else step, time))
         self._torn = True  # until the end of the line is in the file as well
-        self._write(text + "\n")
+        self._write(text.encode("utf-8", "backslashreplace") + b"\n")
         self._torn = False
         self.lines += 1
 
@@ -140,14 +140,11 @@ class JsonLinesWriter:
         """Whether the file was removed while it is open; False where the file system does not tell."""
         return self._counts_links and self._file >= 0 and os.fstat(self._file).st_nlink == 0
 
-    def _write(self, text: str) -> None:
-        data = text.encode("utf-8", "backslashreplace")
-        written = os.write(self._file, data)
-        self.size += written
-        while written < len(data):  # a full disk writes a part, and the next write raises
-            more = os.write(self._file, data[written:])
-            self.size += more
-            written += more
+    def _write(self, data: bytes) -> None:
+        while data:  # a full disk writes a part, and the next write raises
+            written = os.write(self._file, data)
+            self.size += written
+            data = data[written:]
 
     def _trim_index(self) -> None:
         """Drop entries that a crash left half written, or that are ahead of the file."""

@@ -404,7 +404,7 @@ class Trackers:
 
         Tensors of one element are fetched from their device together: the call waits for it once, on processes with a tracker.
         """
-        if not isinstance(values, Mapping):
+        if type(values) is not dict and not isinstance(values, Mapping):
             raise ConfigError(f'log({values!r}): values are a dict of names, as in log({{"loss": 0.5}}, step=1)')
         if self._stores:
             values = dict(fetch_scalars(values))
@@ -429,7 +429,8 @@ class Trackers:
     def _send(
         self, verb: str, what: str, given: tuple[Any, ...], named: Mapping[str, Any], step: int | None, log_kwargs: _Keywords
     ) -> None:
-        self._check_names("log_kwargs", log_kwargs)
+        if log_kwargs is not None:
+            self._check_names("log_kwargs", log_kwargs)
         if not self.started:
             self._warn_nowhere(verb)
         step = step if step is None or type(step) is int else _to_int_step(step)
