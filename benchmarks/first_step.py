@@ -1,19 +1,18 @@
 """From the command to the end of the first training step, in two processes: interleaved rounds, in wall and CPU time.
 
-    python benchmarks/first_step.py [--quick] [--rounds 7] [--processes 2] [--json FILE]
+    python benchmarks/first_step.py [--quick] [--processes 2] [--json FILE]
 
 The same training (two layers, AdamW, one batch of eight) is written three times: plain PyTorch with DistributedDataParallel, with
 Slipstream, and with Accelerate where it is installed. Plain PyTorch is started by `torchrun --standalone`, which is the baseline, and by
 `slipstream launch`. `accelerate launch` starts several CPU processes only through MPI, so its script is started by torchrun.
 
 Every process notes the time after each stage; the step has ended when the last process says so. CPU is that of the whole command, with
-all its processes, until it has ended. The figure is the median over all rounds of ours / torchrun within a round, followed by the
-smallest and the largest. The stages are those of the slowest process, in the round that was fastest.
+all its processes, until it has ended. The figure is the median over all rounds of ours / torchrun within a round. The stages are
+those of the slowest process, in the round that was fastest.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -27,10 +26,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from figures import Figure, quiet_environment, save, slipstream, table
+from figures import Figure, options, quiet_environment, report, slipstream, spread_of
 from turns import ratio
 
 GOAL = 0.6
+ROUNDS = {False: 7, True: 3}
+"""With --quick or without."""
 TRAINING = """
 import json, os, sys, time
 stages = [("the script starts", time.monotonic())]
@@ -135,7 +136,7 @@ def run(command: list[str], processes: int) -> Start:
     return Start(times[-1] - begin, usage.ru_utime + usage.ru_stime, stages)
 
 
-def measure(rounds: int, processes: int) -> dict[str, list[Start]]:
+def start_in_turns(rounds: int, processes: int) -> dict[str, list[Start]]:
     """Return the runs of each command, one for each round, in changing order."""
     shuffle = random.Random(0).shuffle
     with tempfile.TemporaryDirectory() as folder:
@@ -159,11 +160,11 @@ def figures(starts: Mapping[str, list[Start]]) -> list[Figure]:
         if name == BASELINE:
             continue
         wall, cpu = ([getattr(start, clock) for start in runs] for clock in ("wall", "cpu"))
-        each = [entry / other for entry, other in zip(wall, base_wall, strict=True)]
-        spread = f"({min(each):.2f} to {max(each):.2f}; CPU {ratio(cpu, base_cpu):.2f}, {statistics.median(cpu):.2f} s)"
+        low, high = spread_of([entry / other for entry, other in zip(wall, base_wall, strict=True)])
+        note = f"(CPU {ratio(cpu, base_cpu):.2f}, {statistics.median(cpu):.2f} s)"
         goal = GOAL if name.startswith("slipstream") else None
-        middle = statistics.median(wall)
-        found.append(Figure(name, middle, "s", statistics.median(base_wall), BASELINE, goal, spread, paired=ratio(wall, base_wall)))
+        middle, base = statistics.median(wall), statistics.median(base_wall)
+        found.append(Figure(name, middle, "s", base, BASELINE, goal, note, paired=ratio(wall, base_wall), low=low, high=high))
     return found
 
 
@@ -176,19 +177,18 @@ def stage_table(starts: Mapping[str, list[Start]]) -> str:
     return "\n".join(["stages of the fastest run", *lines])
 
 
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures of two processes."""
+    return figures(start_in_turns(ROUNDS[quick], 2))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser = options(__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    starts = measure(3 if options.quick else options.rounds, options.processes)
-    found = figures(starts)
-    print(table(f"command to the end of the first step, {options.processes} processes", found))
+    given = parser.parse_args()
+    starts = start_in_turns(ROUNDS[given.quick], given.processes)
+    report("first step", figures(starts), given)
     print(stage_table(starts))
-    if options.json:
-        save(options.json, {"first step": found})
 
 
 if __name__ == "__main__":

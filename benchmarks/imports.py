@@ -5,7 +5,7 @@
 Every command is a separate process, and its figure is its best wall time, followed by the ratio of the CPU times.
 
 - `slipstream launch --help`                     at most 0.1 x `import torch`, and torch is not among its modules
-- `import slipstream; slipstream.PartialState`   at most 1.05 x `import torch`
+- `import slipstream; slipstream.PartialState`   at most 1.05 x `import torch`, and the same for `slipstream.Accelerator`
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def commands() -> dict[str, list[str]]:
         "import torch": [*python, "import torch"],
         "slipstream launch --help": slipstream("launch", "--help"),
         "slipstream.PartialState": [*python, "import slipstream; slipstream.PartialState"],
+        "slipstream.Accelerator": [*python, "import slipstream; slipstream.Accelerator"],
         "slipstream env": slipstream("env"),
     }
     if importlib.util.find_spec("accelerate"):
@@ -86,6 +87,7 @@ def figures(times: Times) -> list[Figure]:
     found = [
         compare("slipstream launch --help", "import torch", 0.1),
         compare("slipstream.PartialState", "import torch", 1.05),
+        compare("slipstream.Accelerator", "import torch", 1.05),
         compare("slipstream env", "import torch"),
     ]
     pairs = [("launch --help", "slipstream launch --help"), ("PartialState", "slipstream.PartialState"), ("env", "slipstream env")]

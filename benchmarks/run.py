@@ -32,6 +32,7 @@ RESULTS = HERE / "results"
 GROUPS = {
     "imports": "imports",
     "launch": "launch",
+    "first step": "first_step",
     "collectives": "collectives",
     "mistakes": "mistakes",
     "training": "training",
