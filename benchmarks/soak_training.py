@@ -292,7 +292,8 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
             if found.troubles:
                 shutil.copytree(job.disk, folder / "kept", dirs_exist_ok=True)
         text = found.report()
-        (folder / "report.md").write_text(text + "\n")
+        for place in [folder / "report.md", *([options.json.with_suffix(".md")] if options.json else [])]:
+            place.write_text(text + "\n")
         print(text)
     verdict = "SOMETHING IS OFF" if found.troubles else "The run ended as if nothing had happened"
     for trouble in found.troubles:
@@ -308,7 +309,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.08, help="seconds that a rank sleeps after each step")
     parser.add_argument("--calm", type=float, default=CALM, help="seconds of the stretch without faults in every round")
-    parser.add_argument("--json", type=Path, help="write the figures to this file, anew after every fault")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, anew after every fault, and the tables beside it (.md)")
     parser.add_argument("--folder", type=Path, help="where to work; by default a temporary folder, removed if all is well")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-soak-"))
