@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from slipstream import dispatch_model, layer_major
 from slipstream.big_models.layer_major import find_weight_stores
+from slipstream.big_models.weight_store.store import WeightBlock
 from slipstream.errors import ConfigError, StateError
 
 
@@ -63,11 +65,16 @@ def repeated(model: Stack, x: torch.Tensor, times: int = 3) -> torch.Tensor:
 
 
 def entered(model: Stack) -> list[int]:
-    """From now on, the blocks in the order in which the store moves to them."""
+    """From now on, the blocks in the order in which they are entered; one that is entered again at once counts once."""
     (store,) = find_weight_stores(model)
     seen: list[int] = []
-    move = store._move_to
-    store._move_to = lambda block: (seen.append(block.number), move(block))[1]  # type: ignore[method-assign,assignment]
+    enter = store.enter
+
+    def watched(block: WeightBlock) -> Sequence[torch.Tensor]:
+        seen.extend([block.number] if seen[-1:] != [block.number] else [])
+        return enter(block)
+
+    store.enter = watched  # type: ignore[method-assign]
     return seen
 
 

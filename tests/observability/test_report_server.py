@@ -438,6 +438,41 @@ def test_many_points_thinned(tmp_path: Path) -> None:
     watch.stop()
 
 
+def test_long_run_shown_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first view of a long run is a part and says so, other runs do not wait for it, and in the end everything was counted once."""
+    monkeypatch.setattr(watcher, "_FIRST_BLOCKS", 1)
+    monkeypatch.setattr(watcher, "_CATCH_UP_INTERVAL", 0.0)
+    long, short = (RunFolder.create(tmp_path, name, project="spirals") for name in ("long", "short"))
+    with open(long.path / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step, "time": 1.0, "values": {"loss": float(step)}}) + "\n" for step in range(20_000))
+    log(short, 1, loss=1.0)
+    watch = RunWatcher([tmp_path])
+    listener = watch.listen()
+    assert listener is not None
+    run = watch.run("long")
+    assert run is not None
+    first = json.loads(run.view())
+    assert 0 < first["read"] < 1
+    assert 0 < first["series"]["loss"]["count"] < 20_000
+    watch.look()
+    messages = []
+    while (data := listener.next(0)) not in (b"", None):
+        messages.append(json.loads(data.split(b"data: ")[1]))
+    told = [message["run"] for message in messages]
+    assert told.index("short") < told.index("long") + 2, "blocks are read in turns"
+    ours = [message for message in messages if message["run"] == "long"]
+    assert all(message["reload"] for message in ours)
+    shares = [message["read"] for message in ours]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    log(long, 20_000, loss=7.0)
+    watch.look()
+    news = json.loads((listener.next(0) or b"").split(b"data: ")[1])
+    assert news["series"]["loss"] == {"steps": [20_000], "times": news["series"]["loss"]["times"], "values": [7.0], "count": 20_001}
+    assert json.loads(run.view())["read"] == 1
+    watch.stop()
+
+
 def test_oversized_update_reloads_page(tmp_path: Path) -> None:
     """More news than a message holds asks pages to load again."""
     run = RunFolder.create(tmp_path, "first", project="spirals")

@@ -10,7 +10,7 @@ from math import inf, isfinite, isnan, nan
 
 from hypothesis import given, settings, strategies as st
 
-from slipstream.observability.run_dir.series import MIN_POINTS, BlockExtremes, select_points, visible_range
+from slipstream.observability.run_dir.series import MIN_POINTS, BlockExtremes, Series, select_points, visible_range
 
 VALUES = st.lists(st.one_of(st.floats(-1e300, 1e300), st.sampled_from([nan, inf, -inf])), min_size=1, max_size=300)
 
@@ -115,3 +115,43 @@ def test_window_neighbours() -> None:
     assert list(thin_curve(xs, list(map(float, xs)), 50, 20, 10)[0]) == []
     assert list(thin_curve(xs, list(map(float, xs)), 50, 101, 102)[0]) == [100, 110], "a line that passes through"
     assert list(thin_curve([], [], 50, 1, 2)[0]) == []
+
+
+@settings(max_examples=30)
+@given(
+    most=st.integers(100, 400), count=st.integers(1, 6000), spikes=st.lists(st.integers(0, 5999), max_size=3), restart=st.integers(0, 5999)
+)
+def test_limited_series(most: int, count: int, spikes: list[int], restart: int) -> None:
+    """A series beyond its limit keeps first, last, extremes, gaps and restarts, its newest quarter, and the number of all points."""
+    series = Series()
+    for place in range(count):
+        value = nan if place % 1000 == 500 else float(place in spikes)
+        series.add(place if place < restart else place - restart, float(place), value)
+        series.limit(most)
+    assert len(series) <= most
+    assert series.count == count
+    assert (series.times[0], series.times[-1]) == (0.0, count - 1.0)
+    recent = min(count, most // 4)
+    assert series.times[-recent:].tolist() == list(range(count - recent, count))
+    assert len(series) - series.exact >= recent
+    assert sorted(series.times) == series.times.tolist()
+    shown = [value for value in series.values if isfinite(value)]
+    assert not shown or max(shown) == float(any(spike < count and spike % 1000 != 500 for spike in spikes))
+    assert any(isnan(value) for value in series.values) == (count > 500)
+    assert series.turns.tolist() == [place for place in range(1, len(series)) if series.steps[place] < series.steps[place - 1]]
+    assert series.view(50)["count"] == count
+
+
+def test_limited_series_uniform() -> None:
+    """Old points are about as dense as later ones, and the work for each point does not grow."""
+    series, looked = Series(), 0
+    for place in range(200_000):
+        series.add(place, 0.0, place % 7)
+        before = len(series)
+        series.limit(8000)
+        looked += before if len(series) < before else 0
+    thinned = series.steps[: series.exact]
+    distances = [later - earlier for earlier, later in pairwise(thinned)]
+    halves = sum(distances[: len(distances) // 2]), sum(distances[len(distances) // 2 :])
+    assert 0.3 < halves[0] / halves[1] < 3
+    assert looked < 10 * 200_000

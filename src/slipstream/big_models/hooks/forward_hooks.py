@@ -200,8 +200,10 @@ def _forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         # tests/big_models/test_forward_hooks.py (compiled models) notices a change.
         torch._dynamo.skip_frame(_GRAPH_BREAK_REASON)
     hook = module._hf_hook
-    call = _call_directly if _compiler()() is None else _call_outside_graph()
-    args, kwargs = call(hook.pre_forward, module, *args, **kwargs)
+    before, after, abandon = hook.pre_forward, hook.post_forward, _abandon
+    if _compiler()() is not None:
+        before, after, abandon = (functools.partial(_call_outside_graph(), function) for function in (before, after, abandon))
+    args, kwargs = before(module, *args, **kwargs)
     try:
         if hook.no_grad:
             with torch.no_grad():
@@ -209,19 +211,15 @@ def _forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         else:
             output = module._old_forward(*args, **kwargs)
     except BaseException:
-        call(_abandon, [hook], module)
+        abandon((hook,), module)
         raise
-    return call(hook.post_forward, module, output)
+    return after(module, output)
 
 
 # torch internals: the attributes that torch.compiler.disable sets; calling it would import the compiler with every offloaded model.
 # Tried on torch 2.13; tests/big_models/test_forward_hooks.py notices a change. They can go when disable() is cheap to import.
 _forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 _forward._torchdynamo_disable_msg = _GRAPH_BREAK_REASON  # type: ignore[attr-defined]
-
-
-def _call_directly(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 @functools.lru_cache(maxsize=1)
@@ -236,7 +234,7 @@ def _compiler() -> Callable[[], Any]:
 @functools.lru_cache(maxsize=1)
 def _call_outside_graph() -> Callable[..., Any]:
     """Return a caller of functions that torch.compile does not trace."""
-    made: Callable[..., Any] = torch.compiler.disable(_call_directly)  # type: ignore[no-untyped-call]
+    made: Callable[..., Any] = torch.compiler.disable(lambda function, /, *args, **kwargs: function(*args, **kwargs))  # type: ignore[no-untyped-call]
     return made
 
 

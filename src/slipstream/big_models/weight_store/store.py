@@ -409,6 +409,9 @@ class WeightStore:
         self._faults = 0
         self._transient: list[WeightBlock] = []
         """Blocks whose pages were requested and will be released."""
+        self._settled = False
+        """Whether every block is in memory and stays there: moving on requests and releases nothing."""
+        self._files: set[MappedFile] = set()
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightStore:
@@ -419,7 +422,8 @@ class WeightStore:
         with self._lock:
             block.number = len(self.blocks)
             self.blocks.append(block)
-            self._plan = None
+            self._files.update(file for file, _ in block.parts)
+            self._plan, self._settled = None, False
         return block
 
     @property
@@ -436,7 +440,12 @@ class WeightStore:
     def enter(self, block: WeightBlock) -> Sequence[torch.Tensor]:
         """Return the tensors of a block that is about to run, and prefetch the next ones."""
         with self._lock:
-            if self._last is not block:
+            last = self._last
+            if self._settled and last is not None and block.number > last.number:
+                self._before_last, self._last = last, block
+                block.active += 1
+                return block.tensors
+            if last is not block:
                 self._move_to(block)
             elif not block.active:
                 block.check()
@@ -487,6 +496,7 @@ class WeightStore:
         with self._lock:
             block.restore()
             self._last = self._before_last = None
+            self._settled = False
             if self._direct_reader is not None:
                 self._direct_reader.forget(block)
 
@@ -498,6 +508,7 @@ class WeightStore:
                     block.give_back()
             self._transient = [block for block in self._transient if block.active]
             self._last = self._before_last = None
+            self._settled = False
             if self._direct_reader is not None:
                 self._direct_reader.drop([])
 
@@ -548,7 +559,7 @@ class WeightStore:
 
     def _begin_pass(self) -> None:
         """Check once per pass that the files are unchanged, and that resident blocks were not evicted."""
-        for file in {part[0] for block in self.blocks for part in block.parts}:
+        for file in self._files:
             file.check()
         faults = _count_major_faults()
         if faults != self._faults:  # a page had to be read, perhaps of a block that the kernel had evicted
@@ -556,6 +567,7 @@ class WeightStore:
             for block in self.blocks:
                 if block not in self._transient:
                     block.requested = block.present = False
+        self._settled = all(block.present and block.number in self._residency().kept for block in self.blocks)
 
 
 def _count_major_faults() -> int:

@@ -40,6 +40,8 @@ _RECENT_INTERVALS: Final = 30
 """Intervals of the ledger that "now" means."""
 _PRINT_SECONDS: Final = 10.0
 """Seconds between pictures on a terminal that cannot draw over the last one."""
+_READ_SECONDS: Final = 1.0
+"""A long run is drawn this often while it is read."""
 _SHOWN_EVENTS: Final = ("warning", "guard", "memory")
 _STATES: Final[Mapping[str, str]] = MappingProxyType(
     {"running": "bold green", "finished": "bold blue", "failed": "bold red", "killed": "bold red", "interrupted": "bold yellow"}
@@ -70,9 +72,9 @@ def show_runs(
     """Draw the runs at these places until Ctrl-C; once, if the output is not a terminal."""
     console = Console() if console is None else console
     watch = RunWatcher(places, wait=console.is_terminal)
-    watch.look()
     try:
         if not console.is_terminal or console.is_dumb_terminal:
+            watch.look()
             console.print(_render_all(watch, console))
             while console.is_terminal:
                 wait(_PRINT_SECONDS)
@@ -81,9 +83,9 @@ def show_runs(
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
+                watch.look(seconds=_READ_SECONDS)
                 live.update(_render_all(watch, console, console.height), refresh=True)
                 wait(interval)
-                watch.look()
     except KeyboardInterrupt:  # the way to end it
         if not console.is_dumb_terminal:
             console.print(_render_all(watch, console))
@@ -280,6 +282,8 @@ def _render_warnings(run: Run, width: int, count: int) -> list[Text]:
         step = f"step {event['step']} " if isinstance(event.get("step"), int) else ""
         rank = f"rank {event['rank']} " if isinstance(event.get("rank"), int) else ""
         lines.append(Text(f"! {step}{rank}{escape_control(event.get('text') or event['kind'])}"[: 4 * width], style="yellow"))
+    if run.progress < 1:
+        lines.append(Text(f"{run.progress:.0%} read so far", style="yellow"))
     if run.skipped:
         lines.append(Text("left out: " + "; ".join(f"{escape_control(why)} ({times})" for why, times in run.skipped.items()), style="dim"))
     return lines

@@ -2,7 +2,8 @@
 
 One thread looks at all runs about twice a second, reads what is new, and hands each message, encoded once, to every listener. A listener
 has a short queue; one that falls behind is dropped, and its page fetches everything when it reconnects. New runs beside the watched ones
-are added, deleted ones are removed. Every message and every view has a number (`at`): a page with view 7 needs the messages from 8 on, so
+are added, deleted ones are removed. A long run is shown at once, as far as it has been read, and again every few seconds until all of it
+is there. Every message and every view has a number (`at`): a page with view 7 needs the messages from 8 on, so
 nothing is lost or counted twice.
 """
 
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +34,10 @@ _MAX_RUNS: Final = 64
 """So many of the newest runs of a folder are watched; others when they are named."""
 _MAX_LISTENERS: Final = 64
 _QUEUE_LENGTH: Final = 256
+_FIRST_BLOCKS: Final = 8
+"""Blocks that are read before the first view of a run: a tenth of a second."""
+_CATCH_UP_INTERVAL: Final = 2.0
+"""Seconds between two messages about a run that is still being read."""
 _MAX_NEW_POINTS: Final = 1000
 """Points of one series in one message; more are thinned to this."""
 
@@ -60,8 +66,12 @@ class WatchedRun:
         """Device and inode of the folder."""
         self._run = Run(path)
         self._lock = threading.Lock()
-        self._whole = False
-        """Whether everything that was there at first has been read."""
+        self._begun = False
+        """Whether something has been read."""
+        self._behind = False
+        """Whether the last read stopped before the end of a file."""
+        self._told = 0.0
+        """When listeners last heard of a run that is still being read."""
         self._at = 0
         self._sent_points: dict[str, int] = {}
         self._beginnings = 0
@@ -71,14 +81,14 @@ class WatchedRun:
     def view(self, *, only_series: bool = False, **chosen: Any) -> bytes:
         """Return `Run.view` of these arguments as JSON with the number of the last message in it; or name, number and series alone."""
         with self._lock:
-            if not self._whole:
-                self._run.refresh()
+            if not self._begun:
+                self._run.refresh(blocks=_FIRST_BLOCKS)
                 self._mark()
                 self._at += 1
-                self._whole = True
+                self._begun, self._behind = True, self._run.progress < 1
             if only_series:
                 return _to_json({"name": self.key, "at": self._at, "series": self._run.curves(**chosen)}).encode()
-            found = {**self._run.view(ledger=False, **chosen), "name": self.key, "at": self._at}
+            found = {**self._run.view(ledger=False, **chosen), "name": self.key, "at": self._at, "read": self._run.progress}
             return f'{_to_json(found)[:-1]},"ledger":{self._ledger()}}}'.encode()
 
     def _ledger(self) -> str:
@@ -107,10 +117,16 @@ class WatchedRun:
         return {"name": self.key, "path": str(self.path), **{name: info.get(name) for name in ("project", "state", "started", "ended")}}
 
     def news(self) -> dict[str, Any] | None:
-        """Read the next new block and return it as a message; None if there is nothing new."""
+        """Read the next new block and return it as a message; None if there is nothing new.
+
+        Of a run that is still being read the message is only how far it is, and that its view has changed: {} if that was said just now.
+        """
         with self._lock:
-            if not self._run.refresh(blocks=1):
-                self._whole = True
+            changed, self._begun = self._run.refresh(blocks=1), True
+            was_behind, self._behind = self._behind, self._run.progress < 1
+            if self._behind or was_behind:
+                return self._catch_up()
+            if not changed:
                 info = self._run.current_info()
                 if info == self._sent_others.get("info", info):
                     return None  # not even that it has fallen silent
@@ -120,16 +136,26 @@ class WatchedRun:
             if run.beginnings != self._beginnings or run.fresh_lost:
                 found["reload"] = True
             else:
-                series = {name: self._new_points(name) for name, curve in run.series.items() if len(curve) > self._sent_points.get(name, 0)}
+                sent = self._sent_points
+                series = {name: self._new_points(name) for name, curve in run.series.items() if curve.count > sent.get(name, 0)}
                 found.update({"series": series, "ledger": run.fresh_ledger, "events": run.fresh_events})
                 found.update({name: value for name, value in self._others().items() if value != self._sent_others.get(name)})
             self._mark()
             return found
 
+    def _catch_up(self) -> dict[str, Any]:
+        if self._behind and time.monotonic() - self._told < _CATCH_UP_INTERVAL:
+            return {}
+        self._told = time.monotonic()
+        self._at += 1
+        self._mark()
+        return {"run": self.key, "at": self._at, "read": self._run.progress, "reload": True}
+
     def _new_points(self, name: str) -> dict[str, Any]:
         series = self._run.series[name]
-        places = select_points(series.values, self._sent_points.get(name, 0), len(series), _MAX_NEW_POINTS)
-        return {**series.part(places), "count": len(series)}
+        start = max(series.exact, len(series) - (series.count - self._sent_points.get(name, 0)))
+        places = select_points(series.values, start, len(series), _MAX_NEW_POINTS)
+        return {**series.part(places), "count": series.count}
 
     def _others(self) -> dict[str, Any]:
         """Return the parts that are sent again as a whole when they change."""
@@ -141,7 +167,7 @@ class WatchedRun:
     def _mark(self) -> None:
         for series in self._run.series.values():
             series.settle()
-        self._sent_points = {name: len(series) for name, series in self._run.series.items()}
+        self._sent_points = {name: series.count for name, series in self._run.series.items()}
         self._beginnings = self._run.beginnings
         self._sent_others = self._others()
 
@@ -291,15 +317,26 @@ class RunWatcher:
         if self._thread is not None:
             self._thread.join()
 
-    def look(self) -> None:
-        """Look once: for new runs, for those that are gone, and for what is new in each. The thread does this again and again."""
+    def look(self, seconds: float = inf) -> None:
+        """Look once: for new runs, for those that are gone, and for what is new in each, or as much of it as is read within some seconds.
+
+        The thread does this again and again.
+        """
+        end = time.monotonic() + seconds
         if self._lose() + self._discover():
             self._publish(encode_event("runs", self.summaries()))
-        for run in self.runs():
-            while not self._stop.is_set() and (found := run.news()) is not None:
-                if self.listeners:
-                    self._publish(encode_event("update", found))
-                time.sleep(0.001)  # let threads that wait for this run continue
+        unread = self.runs()
+        while unread and not self._stop.is_set() and time.monotonic() < end:  # in turns: a long run does not keep the others waiting
+            unread = [run for run in unread if self._tell_news(run)]
+
+    def _tell_news(self, run: WatchedRun) -> bool:
+        """Read a block of a run and publish what is new in it; return whether there may be more."""
+        found = run.news()
+        if found and self.listeners:
+            self._publish(encode_event("update", found))
+        if found is not None:
+            time.sleep(0.001)  # let threads that wait for this run continue
+        return found is not None
 
     def _work(self) -> None:
         printed: set[str] = set()

@@ -55,6 +55,8 @@ class LineReader:
         """Why the file is not read at all, if it is not a plain file."""
         self.more = False
         """Whether the last `read` stopped at its block and not at the end of the file."""
+        self.size = 0
+        """Bytes of the file at the last `read`."""
         self.changed = 0.0
         """When the file was last written to, in seconds since 1970."""
         self._file: tuple[int, int] | None = None
@@ -62,6 +64,11 @@ class LineReader:
         self._offset = 0
         self._before = b""
         self._dropping = False
+
+    @property
+    def position(self) -> int:
+        """Bytes that were read."""
+        return self._offset
 
     def read(self, folder: ConfinedFolder) -> list[str]:
         """Return the next whole lines, at most a block; `more` says whether to call again at once."""
@@ -85,7 +92,7 @@ class LineReader:
     def _read(self, file: int) -> list[str]:
         status = os.fstat(file)
         identity, now = (status.st_dev, status.st_ino), (status.st_size, status.st_mtime_ns)
-        self.changed = status.st_mtime
+        self.changed, self.size = status.st_mtime, status.st_size
         if identity == self._file and now == self._seen:
             return []
         if self._offset and (identity != self._file or status.st_size < self._offset or not self._goes_on(file)):
@@ -148,6 +155,10 @@ class LineReader:
 
 
 _MAX_SERIES: Final = 4096
+_MAX_HELD_POINTS: Final = 1 << 20
+"""Of all series of a run together: 24 MB. Beyond it older points are thinned, see `Series.limit`."""
+_MIN_HELD_POINTS: Final = 2048
+"""Of one series, however many there are."""
 _MAX_EVENTS: Final = 4096
 _MAX_FRESH: Final = 256
 _MAX_IMAGES: Final = 200
@@ -230,6 +241,13 @@ class Run:
             if lines.refused is not None:
                 found[lines.refused] = 1
         return {**found, **dict.fromkeys(self._unreadable.values(), 1)}
+
+    @property
+    def progress(self) -> float:
+        """The part of the bytes of its files that has been read; 1.0 unless `refresh` was told to stop earlier."""
+        if not any(lines.more for lines in self._lines):
+            return 1.0
+        return sum(lines.position for lines in self._lines) / max(1, sum(lines.size for lines in self._lines))
 
     @property
     def touched(self) -> float:
@@ -335,6 +353,9 @@ class Run:
             except (ValueError, RecursionError, LookupError, TypeError):
                 pass  # not the common form: looked at with more care
             self._read_other(line)
+        most = max(_MIN_HELD_POINTS, _MAX_HELD_POINTS // max(1, len(self.series)))
+        for series in self.series.values():
+            series.limit(most)
 
     def _read_other(self, line: str) -> None:
         """Read a line of metrics.jsonl of any form."""

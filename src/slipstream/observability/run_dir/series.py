@@ -2,7 +2,8 @@
 
 No torch and no file access. `Series` holds the points of one name in three arrays, in the order in which they were logged; steps may go
 back after a restart. Thinning keeps the first, last, smallest and largest point of each bucket, and one gap, so no spike is lost and
-nothing is interpolated. `IntervalList` merges neighbouring ledger intervals beyond a limit: sums are preserved, memory keeps its maximum,
+nothing is interpolated. A series beyond its limit is thinned that way in memory too, except its newest points, so memory stays flat however
+long a run is. `IntervalList` merges neighbouring ledger intervals beyond a limit: sums are preserved, memory keeps its maximum,
 utilisation is weighted by time.
 """
 
@@ -149,7 +150,7 @@ class Series:
     (4, [0.0, 0.3333333333333333, 0.6666666666666666, 1.0])
     """
 
-    __slots__ = ("_blocks", "steps", "times", "turns", "values")
+    __slots__ = ("_blocks", "_dropped", "_each", "_thinned", "steps", "times", "turns", "values")
 
     def __init__(self) -> None:
         self.steps: array[float] = array("d")
@@ -158,9 +159,25 @@ class Series:
         self.turns: array[int] = array("q")
         """The places of the points whose step is smaller than the one before."""
         self._blocks = BlockExtremes()
+        self._dropped = 0
+        """How many points `limit` has dropped."""
+        self._thinned = 0
+        """How many of the points, from the first on, are what it has kept."""
+        self._each = 2 * _POINTS_WITH_GAP
+        """How many points of the run make one bucket of those."""
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @property
+    def count(self) -> int:
+        """The number of points that were added, whether or not all of them are still held."""
+        return self._dropped + len(self.values)
+
+    @property
+    def exact(self) -> int:
+        """The place from which on every point is still held."""
+        return self._thinned
 
     def add(self, step: float, time: float, value: float) -> None:
         """One more point."""
@@ -170,6 +187,36 @@ class Series:
         steps.append(step)
         self.times.append(time)
         self.values.append(value)
+
+    def limit(self, most: int) -> None:
+        """Hold fewer points if there are more than `most`; the newest quarter of them stays exact.
+
+        The oldest exact ones are thinned as for a drawing, with equally many points of the run in each bucket; when what was thinned takes
+        half of the room, buckets become twice as large. So each point costs the same, and old points are as dense as later ones.
+
+        >>> series = Series()
+        >>> for step in range(100_000):
+        ...     series.add(step, 0.0, 1.0 if step == 777 else 0.0)
+        ...     series.limit(1000)
+        >>> len(series) <= 1000, series.count, max(series.values), series.steps[0], series.steps[-1] - series.steps[-200]
+        (True, 100000, 1.0, 0.0, 199.0)
+        """
+        if len(self) <= most:
+            return
+        if self._thinned > most // 2:
+            self._each *= 2
+            self._thin(0, self._thinned, self._thinned // (2 * _POINTS_WITH_GAP))
+        self._thin(self._thinned, self._thinned + most // 4, most // 4 // self._each)
+        self.turns = array("q", [place for place in range(1, len(self)) if self.steps[place] < self.steps[place - 1]])
+        self._blocks = BlockExtremes()
+
+    def _thin(self, start: int, stop: int, buckets: int) -> None:
+        """Replace these points by those that show them."""
+        kept = _select_by_bucket(self.values, start, stop, max(1, buckets), None)
+        for column in (self.steps, self.times, self.values):
+            column[start:stop] = array("d", [column[place] for place in kept])
+        self._dropped += stop - start - len(kept)
+        self._thinned = start + len(kept)
 
     def settle(self) -> None:
         """Index new points, so that the next view is fast."""
@@ -185,7 +232,7 @@ class Series:
         else:
             order = [place for stretch in shown for place in stretch]
             places = [order[point] for point in select_points([self.values[place] for place in order], 0, len(order), points)]
-        return {**self.part(places), "count": len(self)}
+        return {**self.part(places), "count": self.count}
 
     def _between(self, low: float | None, high: float | None) -> Iterator[range]:
         """Return what lies between two steps, of each stretch over which steps do not fall."""

@@ -27,8 +27,11 @@ class Live {
     this.loading = true;
     try {
       const names = (await this.ask("/api/runs")).map((one) => one.name);
-      this.page.replace(await Promise.all(names.map((name) => this.view(name))));
-      this.say(...(names.length ? ["live", "Live"] : ["waiting", "Waiting for the first run"]));
+      const views = await Promise.all(names.map((name) => this.view(name)));
+      this.page.replace(views);
+      const read = Math.min(1, ...views.map((view) => view.read ?? 1));
+      if (read < 1) this.say("waiting", `Live; ${Math.floor(read * 100)} % read so far`);
+      else this.say(...(names.length ? ["live", "Live"] : ["waiting", "Waiting for the first run"]));
       if (this.page.state.range) this.later();
       if (this.differs()) this.again(300);
     } catch {
