@@ -49,17 +49,18 @@ def cases(state: PartialState) -> list[Case]:
     kept = torch.empty(16 * world)
     many = {f"metric_{number:02}": torch.full((8,), float(number + rank)) for number in range(20)}
     records = [{"id": rank * 64 + number, "text": f"sample {number}", "score": number / 7} for number in range(64)]
+    long_records = [{"id": rank * 64 + number, "text": f"{number:03} abcdefghij" * 18 + "0123456789abcdef"} for number in range(64)]
     texts = [f"a short answer of rank {rank}, number {number}" for number in range(64)]
     ragged = torch.arange(16.0 * (8 + rank)).reshape(8 + rank, 16)
     large = torch.full((16 << 20,), float(rank))
+    kept_large, kept_sum = torch.empty(world * large.numel()), torch.empty_like(large)
 
     def bare(tensor: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         output = torch.empty(world * tensor.numel(), dtype=tensor.dtype) if output is None else output
         all_gather_single(output, tensor)
         return output
 
-    def bare_reduce() -> torch.Tensor:
-        copy = entry.clone()
+    def bare_reduce(copy: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(copy)
         return copy
 
@@ -101,10 +102,25 @@ def cases(state: PartialState) -> list[Case]:
             },
         ),
         Case(
+            "64 long dicts",
+            {
+                "ours": lambda: state.gather_object(long_records),
+                "accelerate": lambda: theirs.gather_object(long_records),
+                "torch": lambda: bare_objects(long_records),
+            },
+        ),
+        Case(
             "64 texts",
             {"ours": lambda: state.gather(texts), "accelerate": lambda: theirs.gather_object(texts), "torch": lambda: bare_objects(texts)},
         ),
-        Case("reduce", {"ours": lambda: state.reduce(entry), "accelerate": lambda: theirs.reduce(entry, "sum"), "torch": bare_reduce}),
+        Case(
+            "reduce",
+            {
+                "ours": lambda: state.reduce(entry),
+                "accelerate": lambda: theirs.reduce(entry, "sum"),
+                "torch": lambda: bare_reduce(entry.clone()),
+            },
+        ),
         Case("reduce 20", {"ours": lambda: state.reduce(many), "accelerate": lambda: theirs.reduce(many, "sum")}, slow=2),
         Case(
             "broadcast",
@@ -122,7 +138,12 @@ def cases(state: PartialState) -> list[Case]:
         Case("barrier", {"ours": state.wait_for_everyone, "accelerate": their_state.wait_for_everyone, "torch": dist.barrier}),
         Case(
             "64 MiB",
-            {"ours": lambda: state.gather(large), "accelerate": lambda: theirs.gather(large), "torch": lambda: bare(large)},
+            {
+                "ours": lambda: state.gather(large),
+                "accelerate": lambda: theirs.gather(large),
+                "torch": lambda: bare(large),
+                "torch, reused": lambda: bare(large, kept_large),
+            },
             slow=0,
         ),
         Case(
@@ -130,7 +151,8 @@ def cases(state: PartialState) -> list[Case]:
             {
                 "ours": lambda: state.reduce(large),
                 "accelerate": lambda: theirs.reduce(large, "sum"),
-                "torch": lambda: dist.all_reduce(large.clone()),
+                "torch": lambda: bare_reduce(large.clone()),
+                "torch, reused": lambda: bare_reduce(kept_sum.copy_(large)),
             },
             slow=0,
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle  # noqa: TID251 - to see that it is not used
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import pytest
@@ -46,6 +47,34 @@ def same(left: object, right: object) -> bool:
 def test_plain_data_round_trip(value: object) -> None:
     """Plain data comes back with its types."""
     assert same(codec.decode(codec.encode(value, plain_only=True)), value)
+
+
+@given(plain)
+def test_transient_data_round_trip(value: object) -> None:
+    """So does what another process reads at once; what is not builtin takes the usual way."""
+    assert same(codec.decode(codec.encode(value, transient=True), transient=True), value)
+
+
+@pytest.mark.parametrize("value", [bytearray(b"x"), numpy.float64(1.5), numpy.arange(3), [numpy.int64(2)], {"a": numpy.str_("b")}, {2}])
+def test_transient_data_keeps_types(value: Any) -> None:
+    """Values that the interpreter's own format would write as bare bytes keep their types."""
+    data = codec.encode([value], transient=True)
+    (back,) = codec.decode(data, transient=True)
+    assert data[:1] == b"T"
+    assert type(back) is type(value)
+    assert str(back) == str(value)
+
+
+def test_transient_data_is_not_shared() -> None:
+    """An object that occurs twice arrives as two, and what is kept is never read in the interpreter's own format."""
+    record = {"a": [1]}
+    data = codec.encode([record, record], transient=True)
+    first, second = codec.decode(data, transient=True)
+    assert first == second == record
+    assert first is not second
+    assert first["a"] is not second["a"]
+    with pytest.raises(ValueError, match="not written by this codec"):
+        codec.decode(data)
 
 
 @given(st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(allow_nan=False)), max_size=5))

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from slipstream import MismatchError, PartialState
+from slipstream import PartialState
+from slipstream.distributed import guard
+from slipstream.distributed.transport import _Peer
 from slipstream.testing import RankPool
 
 WORLDS = [1, 2, 3, 4]
@@ -261,51 +263,117 @@ def test_one_process_is_no_special_case(ranks: Any) -> None:
     assert everyone(ranks(1), run) == [(1, ["a"], ["a"], [1.0])]
 
 
-def test_gather_exchange_count(ranks: Any) -> None:
-    """A small gather is one exchange and a large tree one collective more."""
+class Counted:
+    """Counts what a channel does in a block: messages and bytes on its sockets, and collectives of torch's groups."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self.messages = self.size = 0
+        self.collectives: list[str] = []
+
+    def __enter__(self) -> Counted:
+        self._transport, self._wait = _Peer.send, guard.wait_in_slices
+
+        def send(peer: Any, views: list[memoryview]) -> int:
+            size: int = self._transport(peer, views)
+            self.messages += size > 0
+            self.size += size
+            return size
+
+        def wait(work: Any, check: Any) -> None:
+            self.collectives.append("torch")
+            self._wait(work, check)
+
+        _Peer.send, guard.wait_in_slices = send, wait  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        _Peer.send, guard.wait_in_slices = self._transport, self._wait  # type: ignore[method-assign]
+
+
+CALLS: dict[str, tuple[Any, int, int, int]] = {
+    # the call, torch's collectives, and how many bytes of rank 0 reach every other rank, of the others each
+    "barrier": (lambda state: state.wait_for_everyone(), 0, 0, 0),
+    "gather": (lambda state: state.gather(torch.ones(16)), 0, 16 + 32 + 64, 16 + 32 + 64),
+    "gather of a tree": (lambda state: state.gather([torch.ones(4)] * 20), 0, 16 + 192 + 320, 16 + 192 + 320),
+    "gather_object": (lambda state: state.gather_object(["x" * 250] * 64), 0, 16 + 16352, 16 + 16352),
+    "reduce": (lambda state: state.reduce(torch.ones(16)), 0, 16 + 64, 16 + 64),
+    "reduce of 4 MiB": (lambda state: state.reduce(torch.ones(1 << 20)), 1, 0, 0),
+    "broadcast": (lambda state: state.broadcast(torch.ones(16)), 0, 16 + 16 + 16 + 64, 0),
+}
+"""An entry of the table takes 16 bytes; what leads a gather 8 for each tensor and 24 more, a broadcast 8; all parts are aligned to 16."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_counts(ranks: Any, name: str, world: int) -> None:
+    """A call is as many messages as the number of ranks has binary digits, with every body once; torch is asked for large sums alone."""
+    call, collectives, first, others = CALLS[name]
+
+    def run(state: PartialState) -> tuple[int, int, int]:
+        call(state)
+        with Counted(state._channel()) as counted:
+            call(state)
+        return counted.messages, counted.size, len(counted.collectives)
+
+    found = everyone(ranks(world), run)
+    hops = (world - 1).bit_length()
+    assert [(messages, waits) for messages, _, waits in found] == [(hops, collectives)] * world
+    assert sum(size for _, size, _ in found) == world * hops * 48 + (world - 1) * (first + (world - 1) * others)
+
+
+def test_large_bodies_on_the_ring(ranks: Any) -> None:
+    """A gather or broadcast of megabytes sends its tensors once behind a small exchange, without a collective of torch."""
+
+    def run(state: PartialState) -> list[tuple[int, int]]:
+        data = torch.ones(3 << 20)
+        found = []
+        for call in (lambda: state.gather(data), lambda: state.broadcast(data), lambda: state.gather(data, dst=1)):
+            with Counted(state._channel()) as counted:
+                call()
+            found.append((counted.size - counted.size % (1 << 20), len(counted.collectives)))
+        return found
+
+    sent = 12 << 20
+    assert everyone(ranks(3), run) == [
+        [(2 * sent, 0), (sent, 0), (sent, 0)],
+        [(2 * sent, 0), (0, 0), (0, 0)],
+        [(2 * sent, 0), (sent, 0), (2 * sent, 0)],  # passes on what rank 0 sends to rank 1
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dst", [None, 1])
+def test_large_and_small_together(ranks: Any, world: int, dst: int | None) -> None:
+    """One rank has megabytes, the others little or nothing: rows, objects and texts arrive as from one process."""
 
     def run(state: PartialState) -> Any:
-        channel = state._channel()
-        counted: list[str] = []
+        me = state.process_index
+        rows = torch.full((200_000 if me == 1 else me, 3), float(me))
+        return state.gather({"rows": rows, "ids": [f"{me} {number}" for number in range(3 * me)], "me": me}, dst=dst)
 
-        class Counting:
-            def __init__(self, inner: Any) -> None:
-                self.inner = inner
-
-            def __getattr__(self, name: str) -> Any:
-                if name in ("exchange", "_allgather_base"):
-                    counted.append(name)
-                return getattr(self.inner, name)
-
-        channel.transport = Counting(channel.transport)
-        channel._control = Counting(channel.control())
-        state.gather(torch.ones(8))
-        small, counted[:] = list(counted), []
-        state.gather({f"k{number}": torch.ones(1000) for number in range(20)})
-        channel.transport, channel._control = channel.transport.inner, channel._control.inner
-        return small, counted
-
-    assert everyone(ranks(2), run) == [(["exchange"], ["exchange", "_allgather_base"])] * 2
+    for rank, found in enumerate(everyone(ranks(world), run)):
+        if dst not in (None, rank):
+            assert found is None
+            continue
+        rows = torch.cat([torch.full((200_000 if me == 1 else me, 3), float(me)) for me in range(world)])
+        assert torch.equal(found["rows"], rows)
+        assert found["ids"] == [f"{me} {number}" for me in range(world) for number in range(3 * me)]
+        assert found["me"] == list(range(world))
 
 
-def test_large_worlds_use_gloo_transport(ranks: Any) -> None:
-    """Large worlds send their headers by gloo."""
+@pytest.mark.parametrize("world", [2, 3])
+def test_reduce_of_large_and_small(ranks: Any, world: int) -> None:
+    """Large tensors are combined in their results and small ones together, and nothing that was passed changes."""
 
-    def run() -> Any:
-        from slipstream.distributed import process_group
+    def run(state: PartialState) -> Any:
+        data = {"large": torch.full((1 << 20,), 1.0 + state.process_index), "small": [torch.ones(200_000), torch.ones(3)], "number": 2}
+        before = [leaf.clone() for leaf in (data["large"], *data["small"])]  # type: ignore[misc]
+        found = state.reduce(data, "sum")
+        assert all(map(torch.equal, before, (data["large"], *data["small"])))
+        return found["large"].unique().tolist(), [tensor.unique().tolist() for tensor in found["small"]], found["number"]
 
-        process_group.MAX_SOCKET_RANKS = 1
-        try:
-            state = PartialState()
-            me = state.process_index
-            with pytest.raises(MismatchError, match="gather"):
-                state.gather(torch.ones(1)) if me else state.wait_for_everyone()
-            state.wait_for_everyone()
-            return type(state._channel().transport).__name__, state.gather([f"r{me}"]), len(state.gather(torch.ones(3000)))
-        finally:
-            process_group.MAX_SOCKET_RANKS = 64
-
-    assert ranks(2).run(run) == [("GlooTransport", ["r0", "r1"], 6000)] * 2
+    assert everyone(ranks(world), run) == [([sum(range(1, world + 1))], [[world], [world]], 2 * world)] * world
 
 
 def test_device_memory_uses_data_group(ranks: Any) -> None:

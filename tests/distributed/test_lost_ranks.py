@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import PartialState, PeerLostError, WaitTimeoutError
+from slipstream.distributed.heartbeat import Heartbeat
+from slipstream.distributed.transport import _Peer, find_neighbours
 from slipstream.testing import faults
 
 
@@ -42,6 +46,70 @@ def test_survivors_name_killed_rank(ranks: Any, soak_limit: Any, world: int) -> 
         assert "gather number 1" in message, "the last collective of the rank that died"
         assert "test_lost_ranks.py:" in message
         assert seconds < soak_limit(10)
+
+
+def in_large_exchange(signal_number: int, **limits: float) -> Any:
+    """A rank function: rank 1 gets a signal when a part of 32 MiB has arrived there."""
+
+    def run() -> tuple[str, str]:
+        state = PartialState(**limits)
+        state.gather([state.process_index])
+        receive = _Peer.receive
+
+        def receive_and_fail(peer: _Peer, view: memoryview) -> int:
+            size = receive(peer, view)
+            if len(view) > 1 << 20 and size:
+                os.kill(os.getpid(), signal_number)
+            return size
+
+        if state.process_index == 1:
+            _Peer.receive = receive_and_fail  # type: ignore[method-assign]
+        try:
+            state.gather(torch.ones(8 << 20))
+        except (PeerLostError, WaitTimeoutError) as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    return run
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_kill_in_large_exchange_named(ranks: Any, world: int) -> None:
+    """A rank that is killed in the middle of megabytes is named as one that is killed between calls."""
+    outcomes = ranks(world).outcomes(in_large_exchange(signal.SIGKILL))
+    for outcome in outcomes[:1] + outcomes[2:]:
+        kind, message = outcome.value
+        assert kind == "PeerLostError"
+        assert "rank 1 (host " in message
+        assert "SIGKILL" in message
+
+
+def test_stop_in_large_exchange_named(ranks: Any) -> None:
+    """A rank that is stopped in the middle of megabytes is named, and the wait for it ends."""
+    outcomes = ranks(2).outcomes(in_large_exchange(signal.SIGSTOP, hang_warning=3.0, timeout=6.0), patience=0.2)
+    kind, message = outcomes[0].value
+    assert kind == "WaitTimeoutError"
+    assert "rank 1 did not come" in message
+    assert "stopped by a signal" in message
+
+
+def test_lost_rank_named_to_ranks_without_a_connection(ranks: Any) -> None:
+    """Without a launcher that says so, ranks that have no connection to the lost one hear of it from those that had one."""
+
+    def run() -> str:
+        state = PartialState()
+        state.gather([state.process_index])
+        Heartbeat._read_exits = lambda heartbeat: False  # type: ignore[method-assign]
+        if state.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError) as caught:
+            state.gather([state.process_index])
+        return str(caught.value)
+
+    assert 4 not in find_neighbours(1, 6)
+    outcomes = ranks(6).outcomes(run)
+    for outcome in outcomes[:1] + outcomes[2:]:
+        assert "the connection to rank 1 broke" in str(outcome.value), outcome
 
 
 def test_failed_rank_named_with_exception(ranks: Any) -> None:

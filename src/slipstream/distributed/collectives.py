@@ -20,16 +20,18 @@ import torch
 from slipstream.distributed import codec, pytree
 from slipstream.distributed.codec import (
     PackedTensor,
+    align,
     as_tensor,
+    byte_view,
     convert_number,
     describe_tensor,
+    empty_host_tensor,
     is_entries,
     is_tensor_leaf,
     pack_object,
-    tensor_from_chunks,
     unpack_object,
 )
-from slipstream.distributed.guard import Body, BodyReader, Channel, GuardedCall, Limits, align, announce_failure, check_rank, make_call
+from slipstream.distributed.guard import Body, BodyReader, Channel, GuardedCall, Limits, announce_failure, check_rank, make_call
 from slipstream.distributed.heartbeat import format_ranks
 from slipstream.errors import MismatchError
 
@@ -95,7 +97,7 @@ def gather_objects(
     body = Body()
     with _announce_failures(channel, limits, operation):
         check_rank(dst, channel.world_size)
-        body.add_bytes(codec.encode([_known_totals(arrange), value]))
+        body.add_bytes(codec.encode((_known_totals(arrange), value), transient=True))
     target = "" if dst is None else f" to rank {dst}"
     call = make_call(operation, kind + target, lambda: f"{kind} ({type(value).__name__}){target}")
     call.site += f" ({reason})" if reason else ""
@@ -103,7 +105,7 @@ def gather_objects(
         bodies = guarded.exchange(body, receiver=dst)
         if dst not in (None, channel.rank):
             return None
-        totals, values = zip(*(codec.decode(data, place=True) for data in bodies), strict=True)
+        totals, values = zip(*(codec.decode(data, place=True, transient=True) for data in bodies), strict=True)
     if not flat:
         kept = _kept_ranks(arrange, totals)
         return list(values) if kept is None else [values[rank] for rank in kept]
@@ -136,12 +138,13 @@ def gather(
     call = make_call(operation, agreement + target, lambda: pytree.describe_structure(data, _describe_shown, is_entries) + target)
     tensors = [pack for pack in packed if pack is not None]
     on_host = all(pack.on_host for pack in tensors)
+    joined = _GatheredLeaves(tensors, has_objects=len(tensors) < len(packed))
     with channel.guard(call, limits) as guarded:
         # Device payloads go to every rank, so every rank needs everyone's rows.
-        bodies = guarded.exchange(body, receiver=dst if on_host else None)
+        guarded.exchange(body, receiver=dst if on_host else None, place=joined.place, lead=joined.sizes.size)
         if dst not in (None, channel.rank) and on_host:
             return None
-        joined = _GatheredLeaves(guarded, bodies, tensors, has_objects=len(tensors) < len(packed))
+        joined.gather_device(guarded)
     if dst not in (None, channel.rank):
         return None
     return pytree.unflatten(data, joined.finish(leaves, packed, arrange), is_entries)
@@ -185,7 +188,8 @@ def _describe_shown(leaf: Any) -> str:
 def _gather_body(leaves: list[Any], packed: list[PackedTensor | None], totals: _Totals) -> Body:
     """Pack the row counts of the tensor leaves, then the objects, then the bytes of tensors in host memory."""
     others = [leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None]
-    encoded = codec.encode([pack_object(list(leaf)) if is_entries(leaf) else leaf for leaf in others]) if others else b""
+    objects = [pack_object(list(leaf)) if is_entries(leaf) else leaf for leaf in others]
+    encoded = codec.encode(objects, transient=True) if others else b""
     tensors = [pack for pack in packed if pack is not None]
     body = Body()
     rows = [_SCALAR if pack.is_scalar else pack.rows for pack in tensors]
@@ -200,39 +204,43 @@ def _gather_body(leaves: list[Any], packed: list[PackedTensor | None], totals: _
 class _GatheredLeaves:
     """The contributions of all ranks, leaf by leaf."""
 
-    def __init__(self, guarded: GuardedCall, bodies: list[Any], tensors: list[PackedTensor], has_objects: bool) -> None:
+    def __init__(self, packed: list[PackedTensor], has_objects: bool) -> None:
+        self._packed = packed
+        self._has_objects = has_objects
+        self.sizes = struct.Struct(f"<{len(packed) + 3}q")
+        """What leads a body: the rows of each tensor, the totals of the split, and how many bytes the objects take."""
+        self._encoded: list[Any] = []
         self.rows: list[tuple[int, ...]] = []
-        self.objects: list[list[Any]] = []
-        self.scalars = [True] * len(tensors)
+        self.scalars = [True] * len(packed)
         """Which leaves have no rows on any rank: a single value each."""
-        host: list[list[Any]] = [[] for _ in tensors]
+        self.tensors: list[torch.Tensor] = []
         self.totals: list[_Totals] = []
-        sizes = struct.Struct(f"<{len(tensors) + 3}q")
-        for data in bodies:
-            reader = BodyReader(data)
-            *counts, total, batch_total, length = sizes.unpack(reader.take(sizes.size))
-            rows = [1 if count == _SCALAR else count for count in counts]
+
+    def place(self, leads: list[Any]) -> list[list[Any]]:
+        """Read how many rows each rank has, and return where its objects and the rows of its tensors in host memory belong."""
+        for lead in leads:
+            *counts, total, batch_total, length = self.sizes.unpack_from(lead)
+            self.rows.append(tuple(1 if count == _SCALAR else count for count in counts))
             self.scalars = [scalar and count == _SCALAR for scalar, count in zip(self.scalars, counts, strict=True)]
             self.totals.append((total, batch_total))
-            encoded = reader.take(length)
-            self.rows.append(tuple(rows))
-            self.objects.append(codec.decode(encoded, place=True) if has_objects else [])
-            for pack, count, chunks in zip(tensors, rows, host, strict=True):
-                if pack.on_host:
-                    chunks.append(reader.take(count * pack.row_bytes))
-        totals = [sum(counts) for counts in zip(*self.rows, strict=True)]
-        self.tensors = [
-            tensor_from_chunks(chunks, pack.dtype, (total, *pack.row_shape)) if pack.on_host else pack.tensor
-            for pack, chunks, total in zip(tensors, host, totals, strict=True)
-        ]
-        self._gather_device(guarded, tensors)
+            self._encoded.append(numpy.empty(length, dtype=numpy.uint8))
+        places = [[encoded] for encoded in self._encoded]
+        for index, pack in enumerate(self._packed):
+            counts = [rows[index] for rows in self.rows]
+            self.tensors.append(empty_host_tensor(pack.dtype, (sum(counts), *pack.row_shape)) if pack.on_host else pack.tensor)
+            if pack.on_host:
+                memory, end = numpy.frombuffer(byte_view(self.tensors[-1]), dtype=numpy.uint8), 0
+                for parts, count in zip(places, counts, strict=True):
+                    start, end = end, end + count * pack.row_bytes
+                    parts.append(memory[start:end])
+        return places
 
-    def _gather_device(self, guarded: GuardedCall, tensors: list[PackedTensor]) -> None:
+    def gather_device(self, guarded: GuardedCall) -> None:
         """Gather tensors in device memory over the device's own backend, as one flat payload padded to the longest.
 
         A process may hold tensors on several devices; each result is on the device of its leaf.
         """
-        remote = [(index, pack) for index, pack in enumerate(tensors) if not pack.on_host]
+        remote = [(index, pack) for index, pack in enumerate(self._packed) if not pack.on_host]
         longest = max((sum(align(rows[index] * pack.row_bytes) for index, pack in remote) for rows in self.rows), default=0)
         if not longest:
             for index, pack in remote:
@@ -253,7 +261,8 @@ class _GatheredLeaves:
         counts: list[list[int] | None] = []
         """How many samples each rank brought; None for a leaf that holds one value per rank."""
         supply = iter(enumerate(self.tensors))
-        objects = iter(zip(*self.objects, strict=True))
+        decoded = [codec.decode(encoded, place=True, transient=True) for encoded in self._encoded] if self._has_objects else []
+        objects = iter(zip(*decoded, strict=True))
         for leaf, pack in zip(leaves, packed, strict=True):
             if pack is not None:
                 index, result = next(supply)
@@ -308,7 +317,8 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
         terms = [_ReduceLeaf(leaf, reduction) for leaf in leaves]
     packed = [term.pack for term in terms]
     text = pytree.describe_structure(data, lambda leaf: describe_tensor(convert_number(leaf)))
-    small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.max_inline_bytes
+    size = sum(align(pack.rows * pack.row_bytes) for pack in packed)
+    small = all(pack.on_host for pack in packed) and size <= min(channel.max_inline_bytes, _COMBINED_LOCALLY // channel.world_size)
     body = Body()
     if small and reduction != "none":
         for pack in packed:
@@ -322,6 +332,10 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
     return pytree.unflatten(data, [term.finish(result, scale) for term, result in zip(terms, results, strict=True)])
 
 
+_COMBINED_LOCALLY = 1 << 20
+"""Bytes of all ranks together up to which every rank gets all tensors and combines them itself."""
+_REDUCED_ALONE = 1 << 20
+"""Bytes from which the two copies of a tensor that shares an all-reduce cost more than one of its own."""
 _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _REDUCE_DTYPES = {**dict(zip(_REDUCIBLE, _REDUCIBLE, strict=True)), torch.int16: torch.int32, torch.bool: torch.uint8}
 """The types that every backend can combine, and the types that are converted to one of these. Complex numbers travel as two parts."""
@@ -401,21 +415,20 @@ def _take_rows(reader: BodyReader, pack: PackedTensor) -> torch.Tensor:
 
 
 def _all_reduce(guarded: GuardedCall, packed: list[PackedTensor], reduction: str, world_size: int) -> list[torch.Tensor]:
-    """Run one all-reduce for each type and device, over a flat copy of its tensors."""
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    """Run one all-reduce for each large tensor, in what becomes its result, and one for the others of each type and device."""
+    groups: dict[Any, list[int]] = {}
     for index, pack in enumerate(packed):
-        groups.setdefault((pack.tensor.dtype, pack.tensor.device), []).append(index)
+        is_large = pack.rows * pack.row_bytes >= _REDUCED_ALONE
+        groups.setdefault(index if is_large else (pack.tensor.dtype, pack.tensor.device), []).append(index)
     results: list[torch.Tensor] = [pack.tensor for pack in packed]
     for members in groups.values():
-        flat = torch.cat([packed[index].tensor.reshape(-1) for index in members])
+        flat = torch.cat([packed[index].tensor.reshape(-1) for index in members])  # a copy also of one
         guarded.all_reduce(flat, "sum" if reduction == "mean" else reduction)
         if reduction == "mean":
             flat /= world_size
-        position = 0
-        for index in members:
-            size = packed[index].tensor.numel()
-            results[index] = flat[position : position + size].clone()
-            position += size
+        parts = torch.split(flat, [packed[index].tensor.numel() for index in members])
+        for index, part in zip(members, parts, strict=True):
+            results[index] = flat if len(members) == 1 else part.clone()
     return results
 
 
@@ -434,19 +447,39 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
             _fill_broadcast_body(body, leaves, packed)
     text = pytree.describe_structure(data, lambda leaf: describe_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_entries)
     with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
-        reader = BodyReader(guarded.exchange(body, sender=from_process)[from_process])
-        objects = iter(codec.decode(reader.take(int.from_bytes(reader.take(8), "little")), place=True))
-        results = []
-        for leaf, pack in zip(leaves, packed, strict=True):
-            if pack is None:
-                results.append(unpack_object(next(objects), leaf))
-            elif pack.on_host:
-                results.append(pack.finish(_take_rows(reader, pack).reshape(pack.shape).clone()))
-            else:
-                results.append(pack)
-        on_device = iter(_broadcast_device(guarded, [pack for pack in results if isinstance(pack, PackedTensor)], from_process))
-    results = [next(on_device) if isinstance(result, PackedTensor) else result for result in results]
+        received = _BroadcastLeaves([pack for pack in packed if pack is not None], from_process)
+        guarded.exchange(body, sender=from_process, place=received.place, lead=8)
+        received.broadcast_device(guarded)
+    tensors, objects = iter(received.tensors), iter(codec.decode(received.encoded, place=True, transient=True))
+    results = [
+        unpack_object(next(objects), leaf) if pack is None else pack.finish(next(tensors))
+        for leaf, pack in zip(leaves, packed, strict=True)
+    ]
     return pytree.unflatten(data, results, is_entries)
+
+
+class _BroadcastLeaves:
+    """What one rank sends, leaf by leaf."""
+
+    def __init__(self, packed: list[PackedTensor], sender: int) -> None:
+        self._packed = packed
+        self._sender = sender
+        self.encoded: Any = b""
+        self.tensors = [empty_host_tensor(pack.dtype, pack.shape) if pack.on_host else pack.tensor for pack in packed]
+
+    def place(self, leads: list[Any]) -> list[list[Any]]:
+        """Return where the objects and the tensors in host memory belong."""
+        self.encoded = numpy.empty(int.from_bytes(leads[self._sender][:8], "little"), dtype=numpy.uint8)
+        host = [tensor for tensor, pack in zip(self.tensors, self._packed, strict=True) if pack.on_host]
+        places: list[list[Any]] = [[] for _ in leads]
+        places[self._sender] = [self.encoded, *(numpy.frombuffer(byte_view(tensor), dtype=numpy.uint8) for tensor in host)]
+        return places
+
+    def broadcast_device(self, guarded: GuardedCall) -> None:
+        remote = [(index, pack) for index, pack in enumerate(self._packed) if not pack.on_host]
+        results = _broadcast_device(guarded, [pack for _, pack in remote], self._sender)
+        for (index, _), result in zip(remote, results, strict=True):
+            self.tensors[index] = result
 
 
 def _broadcast_device(guarded: GuardedCall, packed: list[PackedTensor], sender: int) -> list[torch.Tensor]:
@@ -468,7 +501,7 @@ def _broadcast_device(guarded: GuardedCall, packed: list[PackedTensor], sender: 
 
 
 def _fill_broadcast_body(body: Body, leaves: list[Any], packed: list[PackedTensor | None]) -> None:
-    encoded = codec.encode([pack_object(leaf) for leaf, pack in zip(leaves, packed, strict=True) if pack is None])
+    encoded = codec.encode([pack_object(leaf) for leaf, pack in zip(leaves, packed, strict=True) if pack is None], transient=True)
     body.add_bytes(len(encoded).to_bytes(8, "little"))
     body.add_bytes(encoded)
     for pack in packed:
@@ -485,10 +518,10 @@ def broadcast_objects(
     with _announce_failures(channel, limits, name):
         check_rank(from_process, channel.world_size)
         if channel.rank == from_process:
-            body.add_bytes(codec.encode(list(values)))
+            body.add_bytes(codec.encode(list(values), transient=True))
     text = f"a list of {len(values)} objects"
     with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
-        received: list[Any] = codec.decode(guarded.exchange(body, sender=from_process)[from_process], place=True)
+        received: list[Any] = codec.decode(guarded.exchange(body, sender=from_process)[from_process], place=True, transient=True)
     return received
 
 

@@ -1,9 +1,9 @@
 """Compare what every rank is about to do before any payload is transferred, so that a mistake is an error and not a hang.
 
-A `CollectiveCall` carries a text that must be the same on all ranks; its digest travels in a small header with the sequence number. If
-the headers agree, small bodies have already arrived with them and larger ones follow in one collective of a gloo group. If they disagree,
-every rank raises the same table and the group remains usable. Waiting happens in short slices, so that Ctrl-C works, a lost rank is
-noticed and long waits are reported. The base class `Channel` is the same interface for one process.
+A `CollectiveCall` carries a text that must be the same on all ranks; its digest is exchanged together with the sequence number. If all
+agree, small bodies have already arrived and larger ones follow, straight into the memory where they stay. If they disagree, every rank
+says what it has called, every rank raises the same table, and the group remains usable. Waiting happens in short slices, so that Ctrl-C
+works, a lost rank is noticed and long waits are reported. The base class `Channel` is the same interface for one process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -25,8 +26,9 @@ import torch
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.call_site import call_site
+from slipstream.distributed.codec import align
 from slipstream.distributed.heartbeat import Heartbeat, format_ranks
-from slipstream.distributed.transport import HEADER_LAYOUT, HEADER_SIZE, INLINE_AT, ConnectionLost, Transport, WaitCallback
+from slipstream.distributed.transport import ConnectionLost, Exchanged, Inline, SocketTransport, WaitCallback
 from slipstream.distributed.wait_monitor import Limits, WaitMonitor, guess_condition
 from slipstream.errors import DistributedOperationException, MismatchError, StateError
 
@@ -34,17 +36,13 @@ if TYPE_CHECKING:
     from slipstream.observability.timing.meter import Meter
 
 __all__ = [
-    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "align", "announce_failure",
-    "check_rank", "explain_mismatch", "make_call", "wait_in_slices",
+    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "Place",
+    "announce_failure", "check_rank", "explain_mismatch", "make_call", "wait_in_slices",
 ]
 
 
-_MAGIC = 0x534C5031
-_MAGIC_SIZE = 4
-_AGREED = 28
-"""The leading bytes that must be the same on all ranks."""
-_LENGTH_AT = 32
 _LONGEST_SHOWN = 600
+_LONGEST_DESCRIPTION = 8192
 
 
 _SAME_BARRIER: Final = MappingProxyType({"local_main_process_first": "main_process_first"})
@@ -71,14 +69,14 @@ class CollectiveCall:
         self.describe = describe
         """Returns what this rank passed, in full; called only for an error message."""
 
-    def header(self, sequence: int, body_length: int, inline: int) -> bytes:
-        """Return the header of the payload; `inline` bytes of the body follow it in the same frame.
+    def fingerprint(self, sequence: int) -> bytes:
+        """Return the bytes that must be the same on all ranks.
 
-        >>> len(CollectiveCall("gather", "float32(*)", "train.py:3", str).header(7, 8, 8))
-        48
+        >>> len(CollectiveCall("gather", "float32(*)", "train.py:3", str).fingerprint(7))
+        24
         """
         name = _SAME_BARRIER.get(self.operation, self.operation)
-        return HEADER_LAYOUT.pack(_MAGIC, sequence, _agreement_digest(f"{name}\n{self.agreement}"), body_length, inline)
+        return sequence.to_bytes(8, "little") + _agreement_digest(f"{name}\n{self.agreement}")
 
 
 _EMPTY_ADVICE: Final = (
@@ -132,7 +130,8 @@ def _gather_lists(texts: Sequence[str]) -> bool:
 def _explain_lone_rank(texts: Sequence[str]) -> str:
     """Return a question about a line that only one rank is at, with the most likely condition around it; empty if there is none."""
     sites = [text.rpartition(" at ")[2] for text in texts]
-    ranks = [rank for rank, site in enumerate(sites) if sites.count(site) == 1]
+    times = Counter(sites)
+    ranks = [rank for rank, site in enumerate(sites) if times[site] == 1]
     if not ranks or (ranks[0] != 0 and len(ranks) > 1):
         return ""
     rank = ranks[0]
@@ -158,13 +157,8 @@ _Array = Any
 """A one-dimensional numpy array of bytes."""
 
 
-def align(position: int) -> int:
-    """Return the next position at which a tensor of any type may begin.
-
-    >>> align(16), align(17)
-    (16, 32)
-    """
-    return -(-position // 16) * 16
+Place = Callable[[list[_Array]], Sequence[Sequence[_Array]]]
+"""Given what leads the bodies of all ranks, returns for each rank the arrays that take the parts of its body behind that."""
 
 
 class Body:
@@ -185,9 +179,22 @@ class Body:
     def add_bytes(self, data: bytes) -> int:
         return self.add(numpy.frombuffer(data, dtype=numpy.uint8))
 
+    def parts_behind(self, lead: int) -> list[_Array]:
+        return [part for start, part in self._parts if start >= lead]
+
     def write_to(self, target: _Array) -> None:
+        """Copy it to an array, or as many of its first parts as the array takes."""
         for start, part in self._parts:
-            target[start : start + part.size] = part
+            if start < target.size:
+                target[start : start + part.size] = part
+
+    def joined(self) -> _Array:
+        """Return all of it in one array, without a copy if it has one part."""
+        if len(self._parts) == 1:
+            return self._parts[0][1]
+        whole = numpy.empty(self.length, dtype=numpy.uint8)
+        self.write_to(whole)
+        return whole
 
 
 class GuardedCall:
@@ -199,13 +206,18 @@ class GuardedCall:
     def __exit__(self, *details: object) -> None:
         return None
 
-    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
+    def exchange(
+        self, body: Body, *, sender: int | None = None, receiver: int | None = None, place: Place | None = None, lead: int = 0
+    ) -> list[_Array]:
         """Return the bodies of all ranks (of `sender` only, or only on `receiver`; others get empty ones).
 
-        They may be views of a buffer that the next call overwrites: copy what you keep.
+        With `place`, return what leads them, the first `lead` bytes, and put everything else where `place` says.
+        They may be views of what the user has passed: copy what you keep.
         """
         own = numpy.empty(body.length, dtype=numpy.uint8)
         body.write_to(own)
+        if place is not None:
+            _copy_parts([own], place([own]), lead)
         return [own]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,6 +228,16 @@ class GuardedCall:
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         """Overwrite the tensor with that of `sender`."""
+
+
+def _copy_parts(bodies: Sequence[_Array], places: Sequence[Sequence[_Array]], lead: int) -> None:
+    """Copy the parts behind the leads of whole bodies to their places."""
+    for body, targets in zip(bodies, places, strict=True):
+        end = lead
+        for target in targets:
+            start = align(end)
+            end = start + target.size
+            target[:] = body[start:end]
 
 
 class Channel:
@@ -244,12 +266,12 @@ class Channel:
 
 
 class GroupChannel(Channel):
-    """The channel of several processes: headers over a transport, large payloads over a gloo group, device memory over the data group."""
+    """The channel of several processes: host memory over sockets, sums of large tensors over a gloo group, device memory over torch's."""
 
     def __init__(
         self,
         *,
-        transport: Transport,
+        transport: SocketTransport,
         control: Callable[[], Any],
         data: Any,
         disconnect: Callable[[], bool],
@@ -296,7 +318,7 @@ class GroupChannel(Channel):
         return _GroupCall(self, call, limits, patient)
 
     def control(self) -> Any:
-        """Return the gloo group for large payloads, opened with the first of them."""
+        """Return the gloo group that combines large tensors, opened with the first of them."""
         if self._control is None:
             self._control = self._open_control()
         return self._control
@@ -355,47 +377,55 @@ class _GroupCall(GuardedCall):
         self._channel.heartbeat.leave()
         self._channel.lock.release()
 
-    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
-        """Send the header, and the body behind it if it fits; bodies that do not fit follow in one collective."""
-        channel = self._channel
-        frames = self._send(body, channel.transport.max_inline_bytes_single_sender if sender == channel.rank else channel.max_inline_bytes)
-        own = frames[channel.rank]
-        if any(frame[:_MAGIC_SIZE] != own[:_MAGIC_SIZE] for frame in frames):
-            raise ValueError("another process sent something that is not a header: do all of them run the same version of slipstream?")
-        if any(frame[:_AGREED] != own[:_AGREED] for frame in frames):
+    def exchange(
+        self, body: Body, *, sender: int | None = None, receiver: int | None = None, place: Place | None = None, lead: int = 0
+    ) -> list[_Array]:
+        """Compare the calls, and take the body along if it fits; bodies that do not fit follow along the ring."""
+        following = body.length if place is None else sum(part.size for part in body.parts_behind(lead))
+        found = self._meet(body, lead, following)
+        if not found.agreed:
             self._raise_mismatch()
-        if all(frame[_LENGTH_AT:INLINE_AT] == frame[INLINE_AT:HEADER_SIZE] for frame in frames):
-            return [numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:] for frame in frames]
-        lengths = [int.from_bytes(frame[_LENGTH_AT:INLINE_AT], "little") for frame in frames]
-        return self._exchange_bodies(body, lengths, sender, receiver)
+        receives = receiver in (None, self._channel.rank)
+        if not found.complete:
+            own = [body.joined()] if place is None else body.parts_behind(lead)
+            return self._exchange_large(list(filter(len, own)), found, sender, receiver, place)
+        if place is not None and receives:
+            _copy_parts(found.bodies, place(found.bodies), lead)
+        return found.bodies
 
-    def _send(self, body: Body, limit: int) -> list[bytearray]:
-        inline = body.length if body.length <= limit else 0
-        frame = bytearray(HEADER_SIZE + inline)
-        frame[:HEADER_SIZE] = self._call.header(self._channel.sequence, body.length, inline)
-        if inline:
-            body.write_to(numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:])
-        frames: list[bytearray] = self._run(lambda: self._channel.transport.exchange(frame, self._check))
-        if self._channel.transport.ended():  # a rank may leave after this call, but must not abort it
-            self._channel.heartbeat.find_peer_failure(0.0)
-            if self._channel.heartbeat.peer_failure is not None:
+    def _meet(self, body: Body, lead: int, following: int) -> Exchanged:
+        """Compare the calls of all ranks, and exchange the bodies, or what comes first of those that are too large."""
+        channel = self._channel
+        is_whole = body.length <= channel.max_inline_bytes
+        size = body.length if is_whole else lead
+        inline = Inline(bytearray(align(size)), size, is_whole)
+        if size:
+            body.write_to(numpy.frombuffer(inline.data, dtype=numpy.uint8))
+        fingerprint = self._call.fingerprint(channel.sequence)
+        found: Exchanged = self._run(lambda: channel.transport.exchange(fingerprint, inline, following, self._check))
+        if channel.transport.ended():  # a rank may leave after this call, but must not abort it
+            channel.heartbeat.find_peer_failure(0.0)
+            if channel.heartbeat.peer_failure is not None:
                 self._raise_peer_failure()
-        return frames
+        return found
 
-    def _exchange_bodies(self, body: Body, lengths: Sequence[int], sender: int | None, receiver: int | None) -> list[_Array]:
-        longest = align(max(lengths))
-        own = torch.empty(longest, dtype=torch.uint8, device=_CPU)
-        body.write_to(own.numpy())
+    def _exchange_large(
+        self, own: list[_Array], found: Exchanged, sender: int | None, receiver: int | None, place: Place | None
+    ) -> list[_Array]:
+        transport, rank = self._channel.transport, self._channel.rank
+        if receiver not in (None, rank):
+            self._run(lambda: transport.gather_to(receiver, own, found.following, self._check))
+            return [numpy.empty(0, dtype=numpy.uint8)] * len(found.bodies)
+        places = [[numpy.empty(size, dtype=numpy.uint8)] for size in found.following] if place is None else place(found.bodies)
         if sender is not None:
-            self.broadcast(own, sender)
-            return [own.numpy()[: length if rank == sender else 0] for rank, length in enumerate(lengths)]
-        if receiver is not None:
-            rows = [torch.empty_like(own) for _ in lengths] if self._channel.rank == receiver else []
-            options = _root_options(torch.distributed.GatherOptions, receiver)
-            self._wait(self._channel.control().gather([rows] if rows else [], [own], options))
-            return [row.numpy()[:length] for row, length in zip(rows, lengths, strict=False)] or [own.numpy()[:0] for _ in lengths]
-        everything = self.all_gather(own).view(len(lengths), longest)
-        return [row[:length] for row, length in zip(everything.numpy(), lengths, strict=True)]
+            self._run(lambda: transport.broadcast(own if rank == sender else places[sender], sender, self._check))
+        elif receiver is not None:
+            self._run(lambda: transport.gather_at(receiver, places, self._check))
+        else:
+            self._run(lambda: transport.all_gather(own, places, self._check))
+        for target, part in zip(filter(len, places[rank]), own, strict=True):
+            target[:] = part
+        return found.bodies if place is not None else [array for (array,) in places]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self._channel.world_size * tensor.numel(),))
@@ -417,8 +447,9 @@ class _GroupCall(GuardedCall):
         """Exchange descriptions of the calls, and raise; all ranks come here together."""
         site = f" at {self._call.site}".encode()
         description = Body()
-        description.add_bytes(self._call.describe().encode()[: self._channel.max_inline_bytes - len(site)] + site)
-        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(description, self._channel.max_inline_bytes)]
+        longest = min(self._channel.max_inline_bytes, _LONGEST_DESCRIPTION) - len(site)
+        description.add_bytes(self._call.describe().encode()[:longest] + site)
+        texts = [body.tobytes().decode(errors="replace") for body in self._meet(description, 0, description.length).bodies]
         raise MismatchError(f"{explain_mismatch(texts, self._channel.sequence)}\n(raised on rank {self._channel.rank})")
 
     # -- waiting --------------------------------------------------------------------------------------------------
@@ -433,6 +464,7 @@ class _GroupCall(GuardedCall):
         except ConnectionLost as lost:
             who = "another rank" if lost.rank is None else f"rank {lost.rank}"
             self._channel.heartbeat.find_peer_failure(1.5, f"the connection to {who} broke ({lost})")
+            self._tell_others()
             self._raise_peer_failure()
         except BaseException as error:  # an interrupted exchange may leave half a frame behind
             self._channel.abort(f"{self._call.operation} at {self._call.site} was interrupted by {type(error).__name__}")
@@ -443,6 +475,12 @@ class _GroupCall(GuardedCall):
         if self._monitor is None:
             self._monitor = WaitMonitor(self._channel.heartbeat, self._limits, patient=self._patient)
         self._monitor.check()
+
+    def _tell_others(self) -> None:
+        """Tell why this rank closes its connections: ranks that are not neighbours of the lost one notice only that."""
+        heartbeat = self._channel.heartbeat
+        if not heartbeat.is_mismatch:
+            heartbeat.post("gave_up", generation=self._channel.generation, call=self._call.operation, because=heartbeat.peer_failure)
 
     def _raise_peer_failure(self) -> NoReturn:
         self._channel.abort(str(self._channel.heartbeat.peer_failure))

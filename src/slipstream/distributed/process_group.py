@@ -36,9 +36,9 @@ from slipstream.devices.table import CPU, Family, default_family, import_plugin
 from slipstream.distributed.barriers import barrier
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.cluster import Process
-from slipstream.distributed.guard import Channel, GroupChannel, Limits, wait_in_slices
+from slipstream.distributed.guard import Channel, GroupChannel, Limits
 from slipstream.distributed.heartbeat import Heartbeat
-from slipstream.distributed.transport import MAX_SOCKET_RANKS, GlooConnections, GlooTransport, Transport, connect_sockets
+from slipstream.distributed.transport import GlooConnections, SocketTransport, connect_sockets, find_neighbours
 from slipstream.distributed.wait_monitor import WaitMonitor
 from slipstream.distributed.watchdog import NullWatchdog, TorchCollectiveWatchdog
 from slipstream.errors import ConfigError, StateError
@@ -302,7 +302,7 @@ class ProcessGroupManager:
             self._meet(store, monitor)
             self._opened = generation  # used up from here on, whatever happens
             control = cache(partial(self._control_group, store, limits))  # a second group would meet at the addresses of the first
-            transport = self._connect(store, listener, control, monitor)
+            transport = self._connect(store, listener, monitor)
         data = self._default_group(store, limits, settings.by_device or settings.backend, connections)
         store.add("opened", 1)
         return GroupChannel(
@@ -354,14 +354,13 @@ class ProcessGroupManager:
             store.add("arrived", -1)  # this rank comes again, or not at all
             raise
 
-    def _connect(self, store: Store, listener: socket.socket, control: Callable[[], Any], monitor: WaitMonitor) -> Transport:
-        world_size = self.process.world_size
-        if world_size > MAX_SOCKET_RANKS:
-            return GlooTransport(control(), world_size, wait_in_slices)
-        answers = store.multi_get(["token", *(f"address/{rank}" for rank in range(world_size))])
+    def _connect(self, store: Store, listener: socket.socket, monitor: WaitMonitor) -> SocketTransport:
+        rank, world_size = self.process.rank, self.process.world_size
+        neighbours = find_neighbours(rank, world_size)
+        answers = store.multi_get(["token", *(f"address/{other}" for other in neighbours)])
         token, *places = [answer.decode() for answer in answers]
-        addresses = {rank: (place.split()[0], int(place.split()[1])) for rank, place in enumerate(places)}
-        return connect_sockets(self.process.rank, listener, addresses, token.encode(), monitor.check)
+        addresses = {other: (place.split()[0], int(place.split()[1])) for other, place in zip(neighbours, places, strict=True)}
+        return connect_sockets(rank, world_size, listener, addresses, token.encode(), monitor.check)
 
     def _control_group(self, store: Store, limits: Limits) -> Any:
         """Open the gloo group for large payloads; its time limit is longer than ours, so that the wait monitor decides."""

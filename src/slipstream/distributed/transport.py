@@ -1,8 +1,10 @@
-"""Carry the headers of guarded calls between ranks, and close the connections of torch's gloo group when a wait cannot end.
+"""Carry what guarded calls exchange over sockets of our own, and close the connections of torch's gloo group when a wait cannot end.
 
-`SocketTransport` keeps one TCP connection per pair of ranks: a plain socket is faster than waking gloo's sleeping threads, an exchange
-can be abandoned by closing it, and the end of a connection names the rank. `GlooTransport` sends the same frames with one all-gather, for
-worlds in which a connection per pair would be too many.
+A rank has a connection to the ranks at the distances 1, 2, 4, 8, ... on both sides. `SocketTransport.exchange` compares the fingerprints
+of all ranks in as many hops as their number has binary digits, and takes small bodies along; larger ones follow along the ring of
+neighbours, straight into the memory that the caller gives. In every hop a rank sends and receives at the same time, so no amount of data
+makes two ranks wait for each other. A plain socket is faster than waking gloo's sleeping threads, an exchange can be abandoned by closing
+it, and the end of a connection names the rank.
 
 `GlooConnections` records the sockets that appear while torch opens its group, and shuts them down on request, so that a thread that waits
 in gloo wakes up. Listening sockets are not touched, and groups that the program opened itself are left alone.
@@ -18,88 +20,188 @@ import select
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy
-import torch
+
+from slipstream.distributed.codec import align
 
 __all__ = [
-    "ConnectionLost", "GlooConnections", "GlooTransport", "HEADER_LAYOUT", "HEADER_SIZE", "INLINE_AT", "MAX_SOCKET_RANKS",
-    "SocketTransport", "Transport", "WaitCallback", "connect_sockets", "inline_length",
+    "ConnectionLost", "Exchanged", "GlooConnections", "Inline", "SocketTransport", "WaitCallback", "connect_sockets", "find_neighbours",
 ]
 
 
 WaitCallback = Callable[[], None]
 """Called several times a second while waiting; raises to end the wait."""
-MAX_SOCKET_RANKS = 64
-"""Ranks up to which every pair has a connection."""
-_WAIT_SLICE = 0.2
-_INLINE_LIMIT = 8192
-_SINGLE_SENDER_LIMIT = 131072
-"""What the buffers of a socket take even if both sides should send so much by mistake, and none reads."""
+_Array = Any
+"""A one-dimensional numpy array of bytes."""
+_WAIT_SECONDS = 0.2
+_INLINE_LIMIT = 1 << 18
+"""The largest body that travels with the fingerprints: beyond it, receiving it where it stays saves more than the second exchange costs."""
+_INLINE_TOTAL = 1 << 24
+"""The most that the bodies of all ranks take together when they travel with the fingerprints."""
+_READ_AHEAD = 1 << 16
+_RELAY_BYTES = 1 << 22
+"""What a rank holds of a stream that is meant for another rank."""
+_MOST_VIEWS = 64
 _HELLO = struct.Struct("<32sI")
 
+_MARK = 0x534C5032
+_HEADER = struct.Struct("<II24sQQ")
+"""Format mark, whether ranks behind this message differ, fingerprint, size of the table, size of the bodies behind it."""
+_ENTRY = struct.Struct("<IIQ")
+"""A rank that has a body: the rank, how many bytes of it are in this message and whether these are all, and how many follow if not."""
+_WHOLE = 1 << 31
+_EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
-HEADER_LAYOUT = struct.Struct("<IQ16s4xQQ")
-"""Format mark, sequence number, digest of the agreement, length of the body, and how much of it follows at once."""
-HEADER_SIZE = HEADER_LAYOUT.size
-"""Bytes of a header; what follows is aligned for every type of tensor."""
-INLINE_AT = 40
+
+def find_neighbours(rank: int, world_size: int) -> list[int]:
+    """Return the ranks that this one has a connection to.
+
+    >>> find_neighbours(0, 2), find_neighbours(1, 16), len(find_neighbours(5, 16384))
+    ([1], [0, 2, 3, 5, 9, 13, 15], 27)
+    """
+    return sorted({(rank + side * distance) % world_size for distance in _distances(world_size) for side in (1, -1)})
 
 
-def inline_length(frame: bytes | bytearray) -> int:
-    """Return how many bytes of body follow the header in its frame: all of them, or none where they do not fit."""
-    return int.from_bytes(frame[INLINE_AT : INLINE_AT + 8], "little")
+def _distances(world_size: int) -> list[int]:
+    return [1 << power for power in range((world_size - 1).bit_length())]
 
 
 class ConnectionLost(Exception):
-    """The connection to another rank ended; `rank` is None where the transport cannot tell which."""
+    """The connection to another rank ended; `rank` is None where it cannot be told which."""
 
     def __init__(self, rank: int | None, cause: str) -> None:
         super().__init__(cause)
         self.rank = rank
 
 
-class Transport(Protocol):
-    """Carries one frame of each rank to all ranks. A frame is a header and a body of up to `max_inline_bytes` bytes."""
+class Inline(NamedTuple):
+    """What a rank sends of its body with the fingerprint."""
 
-    max_inline_bytes: int
-    max_inline_bytes_single_sender: int
-    """The same, where one rank alone has a body to send."""
+    data: bytearray
+    """It is as long as `align(size)`, so that what follows it is aligned too."""
+    size: int
+    is_whole: bool
 
-    def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
-        """Send a frame, and return the frames of all ranks, this one's included, in rank order."""
 
-    def ended(self) -> bool:
-        """Whether another rank has closed its end by now, after what was received."""
+class Exchanged(NamedTuple):
+    """What an exchange has brought, by rank."""
 
-    def close(self) -> None: ...
+    agreed: bool
+    """Whether all ranks had the same fingerprint; the same answer on all of them."""
+    complete: bool
+    """Whether every body has arrived whole."""
+    bodies: list[_Array]
+    """What has arrived of each body."""
+    following: list[int]
+    """How many bytes each rank sends if the bodies are not complete."""
 
 
 class SocketTransport:
-    """One connection to each other rank."""
+    """The connections of one rank to its neighbours; one thread at a time uses it."""
 
-    max_inline_bytes = _INLINE_LIMIT
-    max_inline_bytes_single_sender = _SINGLE_SENDER_LIMIT
-
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, world_size: int, connections: Mapping[int, socket.socket]) -> None:
+        self.max_inline_bytes = min(_INLINE_LIMIT, _INLINE_TOTAL // world_size)
+        """The largest body that is sent with the fingerprint."""
         self._rank = rank
-        self._peers = {other: _PeerSocket(other, connection) for other, connection in sorted(connections.items())}
+        self._world_size = world_size
+        self._peers = {other: _Peer(other, connection) for other, connection in sorted(connections.items())}
+        self._hops = [
+            _Hop(self._peers[(rank - distance) % world_size], self._peers[(rank + distance) % world_size], distance)
+            for distance in _distances(world_size)
+        ]
         self._hangups = select.poll()
         for connection in connections.values():
             self._hangups.register(connection, getattr(select, "POLLRDHUP", 0))  # elsewhere than on Linux only an error shows
 
-    def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
-        for peer in self._peers.values():
-            peer.send(frame, check)
-        frames = {other: peer.receive(check) for other, peer in self._peers.items()}
-        frames[self._rank] = frame
-        return [frames[rank] for rank in range(len(frames))]
+    # -- small: with the fingerprint, to everybody ----------------------------------------------------------------
+
+    def exchange(self, fingerprint: bytes, inline: Inline, following: int, check: WaitCallback) -> Exchanged:
+        """Compare the fingerprints of all ranks, and bring every rank what the others have inlined.
+
+        Before the hop over a distance, a rank knows so many ranks, from itself on; after it, twice as many. Of these it sends whether
+        they agree, and their bodies, so that the messages of ranks without a body do not grow with the number of ranks.
+        `following` is how many bytes this rank will send if the body of any rank is not whole.
+        """
+        has_body = inline.size or following
+        table = _ENTRY.pack(self._rank, inline.size | (_WHOLE if inline.is_whole else 0), following) if has_body else b""
+        bodies: list[Any] = [inline.data] if inline.size else []
+        differs = False
+        for hop in self._hops:
+            wanted = self._world_size - hop.distance
+            sent = (table, bodies) if hop.distance <= wanted else self._cut(table, bodies, wanted)
+            header = _HEADER.pack(_MARK, differs, fingerprint, len(sent[0]), sum(map(len, sent[1])))
+            message = _Message()
+            hop.transfer(_Outgoing([header + sent[0], *sent[1]]), message.read(), check)
+            differs = differs or message.differs or message.fingerprint != fingerprint
+            table += message.table
+            if len(message.bodies):
+                bodies.append(message.bodies)
+        return self._by_rank(not differs, table, bodies)
+
+    def _cut(self, table: bytes, bodies: list[Any], wanted: int) -> tuple[bytes, list[Any]]:
+        """Return what is known of the first so many ranks: the last hop would bring ranks twice if their number is no power of two."""
+        entries = [(inline & ~_WHOLE, (rank - self._rank) % self._world_size < wanted) for rank, inline, _ in _ENTRY.iter_unpack(table)]
+        kept = sum(is_wanted for _, is_wanted in entries)
+        size = sum(align(inline) for inline, is_wanted in entries if is_wanted)
+        return table[: kept * _ENTRY.size], _first_bytes(bodies, size)
+
+    def _by_rank(self, agreed: bool, table: bytes, bodies: list[Any]) -> Exchanged:
+        found, following = [_EMPTY] * self._world_size, [0] * self._world_size
+        parts = iter(bodies)
+        part, position, complete = _EMPTY, 0, True
+        for rank, inline, rest in _ENTRY.iter_unpack(table):
+            size = inline & ~_WHOLE
+            complete = complete and inline >= _WHOLE
+            following[rank] = rest
+            if size:
+                while position == len(part):
+                    part, position = numpy.frombuffer(next(parts), dtype=numpy.uint8), 0
+                found[rank] = part[position : position + size]
+                position += align(size)
+        return Exchanged(agreed, complete, found, following)
+
+    # -- large: along the ring ------------------------------------------------------------------------------------
+
+    def all_gather(self, own: Sequence[_Array], places: Sequence[Sequence[_Array]], check: WaitCallback) -> None:
+        """Send `own` to all ranks, and receive what they send in the places of each; that of this rank is not written."""
+        incoming = [place for distance in range(1, self._world_size) for place in places[(self._rank + distance) % self._world_size]]
+        passed_on = [place for distance in range(1, self._world_size - 1) for place in places[(self._rank + distance) % self._world_size]]
+        self._hops[0].transfer(_Outgoing([*own, *passed_on], ready=sum(map(len, own))), iter(incoming), check)
+
+    def broadcast(self, places: Sequence[_Array], sender: int, check: WaitCallback) -> None:
+        """Send the places of one rank to the others, each of which passes on what it has received."""
+        is_sender, is_last = self._rank == sender, (self._rank - 1) % self._world_size == sender
+        outgoing = _Outgoing([] if is_last else places, ready=None if is_sender else 0)
+        self._hops[0].transfer(outgoing, iter([] if is_sender else places), check)
+
+    def gather_at(self, receiver: int, places: Sequence[Sequence[_Array]], check: WaitCallback) -> None:
+        """Receive what all other ranks send here with `gather_to`."""
+        incoming = [place for distance in range(1, self._world_size) for place in places[(receiver + distance) % self._world_size]]
+        self._hops[0].transfer(_Outgoing([]), iter(incoming), check)
+
+    def gather_to(self, receiver: int, own: Sequence[_Array], following: Sequence[int], check: WaitCallback) -> None:
+        """Send `own` towards one rank, and pass on what the ranks behind this one send there."""
+        hop = self._hops[0]
+        hop.transfer(_Outgoing(own), iter(()), check)
+        own_distance = (self._rank - receiver) % self._world_size
+        behind = sum(following[(receiver + distance) % self._world_size] for distance in range(own_distance + 1, self._world_size))
+        held = memoryview(bytearray(min(behind, _RELAY_BYTES)))
+        for start in range(0, behind, _RELAY_BYTES):
+            part = held[: behind - start]
+            hop.transfer(_Outgoing([part], ready=0), iter([part]), check)
+
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def ended(self) -> bool:
+        """Whether a neighbour has closed its end by now, after what was received."""
         return bool(self._hangups.poll(0))
 
     def close(self) -> None:
@@ -107,51 +209,163 @@ class SocketTransport:
             peer.connection.close()
 
 
-class _PeerSocket:
-    """The connection to one rank, and what has arrived of its next frame."""
+def _first_bytes(parts: Iterable[Any], size: int) -> list[Any]:
+    found = []
+    for part in parts:
+        if size > 0:
+            found.append(memoryview(part)[:size])
+            size -= len(part)
+    return found
+
+
+class _Message:
+    """A message of an exchange, as it is received."""
+
+    differs = False
+    fingerprint = b""
+    table = b""
+    bodies: Any = b""
+
+    def read(self) -> Iterator[Any]:
+        """Yield buffers to be filled, each when the one before is full."""
+        header = bytearray(_HEADER.size)
+        yield header
+        mark, differs, self.fingerprint, table_size, bodies_size = _HEADER.unpack(header)
+        if mark != _MARK:
+            raise ValueError("another process sent something that is not a header: do all of them run the same version of slipstream?")
+        self.differs = bool(differs)
+        if table_size:
+            table = bytearray(table_size)
+            yield table
+            self.table = bytes(table)
+        if bodies_size:
+            self.bodies = numpy.empty(bodies_size, dtype=numpy.uint8)
+            yield self.bodies
+
+
+class _Outgoing:
+    """Bytes to be sent, from several buffers; with `ready`, only so many at first, and as many more as are received."""
+
+    def __init__(self, views: Sequence[Any], ready: int | None = None) -> None:
+        self._views = deque(memoryview(view) for view in views if len(view))
+        self.unsent = sum(map(len, self._views))
+        self.ready = self.unsent if ready is None else ready
+
+    def send(self, peer: _Peer) -> bool:
+        """Send what the connection takes; return whether it took anything."""
+        room = min(self.ready, self.unsent)
+        if not room:
+            return False
+        batch = []
+        for view in islice(self._views, _MOST_VIEWS):
+            batch.append(view[:room])
+            room -= len(batch[-1])
+            if not room:
+                break
+        sent = peer.send(batch)
+        self.unsent -= sent
+        self.ready -= sent
+        rest = sent
+        while rest:
+            first = self._views.popleft()
+            if rest < len(first):
+                self._views.appendleft(first[rest:])
+            rest -= min(rest, len(first))
+        return sent > 0
+
+
+class _Peer:
+    """The connection to one rank, and what has arrived of what comes next."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(_WAIT_SLICE)
+        connection.setblocking(False)
         self.rank = rank
         self.connection = connection
-        self._arrived = bytearray()
+        self._buffer = memoryview(bytearray(_READ_AHEAD))
+        self._arrived = self._buffer[:0]
 
-    def send(self, frame: bytearray, check: WaitCallback) -> None:
-        view = memoryview(frame)
-        while view:
-            try:
-                view = view[self.connection.send(view) :]
-            except TimeoutError:  # the other side does not read
-                check()
-            except OSError as error:
-                raise ConnectionLost(self.rank, str(error)) from None
+    def send(self, views: list[memoryview]) -> int:
+        try:
+            return self.connection.sendmsg(views)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ConnectionLost(self.rank, str(error)) from None
 
-    def receive(self, check: WaitCallback) -> bytearray:
-        self._fill(HEADER_SIZE, check)
-        size = HEADER_SIZE + inline_length(self._arrived)
-        self._fill(size, check)
-        frame, self._arrived = self._arrived[:size], self._arrived[size:]
-        return frame
+    def receive(self, view: memoryview) -> int:
+        """Put what has arrived into a buffer, and return how much that is; small parts of what comes next are read ahead."""
+        if not self._arrived:
+            if len(view) >= _READ_AHEAD:
+                return self._receive(view)
+            self._arrived = self._buffer[: self._receive(self._buffer)]
+        size = min(len(view), len(self._arrived))
+        view[:size] = self._arrived[:size]
+        self._arrived = self._arrived[size:]
+        return size
 
-    def _fill(self, size: int, check: WaitCallback) -> None:
-        while len(self._arrived) < size:
-            try:
-                data = self.connection.recv(1 << 16)
-            except TimeoutError:
-                check()
-                continue
-            except OSError as error:
-                raise ConnectionLost(self.rank, str(error)) from None
-            if not data:
-                raise ConnectionLost(self.rank, "closed by the other side")
-            self._arrived += data
+    def _receive(self, view: memoryview) -> int:
+        try:
+            size = self.connection.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ConnectionLost(self.rank, str(error)) from None
+        if not size:
+            raise ConnectionLost(self.rank, "closed by the other side")
+        return size
+
+
+class _Hop:
+    """Sends to the rank at a distance before this one while it receives from the rank at that distance behind."""
+
+    def __init__(self, target: _Peer, source: _Peer, distance: int) -> None:
+        self.distance = distance
+        self._target = target
+        self._source = source
+        self._polls = {(sending, receiving): self._poll(sending, receiving) for sending in (False, True) for receiving in (False, True)}
+
+    def _poll(self, sending: bool, receiving: bool) -> select.poll:
+        found = select.poll()
+        events = {self._target.connection: select.POLLOUT * sending}
+        events[self._source.connection] = events.get(self._source.connection, 0) | select.POLLIN * receiving
+        for connection, wanted in events.items():
+            if wanted:
+                found.register(connection, wanted)
+        return found
+
+    def transfer(self, outgoing: _Outgoing, incoming: Iterator[Any], check: WaitCallback) -> None:
+        """Send all of `outgoing` and fill every buffer of `incoming`, both at once."""
+        view = _next_view(incoming)
+        next_check = time.monotonic() + _WAIT_SECONDS
+        while True:
+            moved = outgoing.send(self._target)
+            if view is not None and (received := self._source.receive(view)):
+                moved = True
+                outgoing.ready += received
+                view = view[received:] or _next_view(incoming)
+            if view is None and not outgoing.unsent:
+                return
+            if not moved:
+                self._polls[outgoing.ready > 0 and outgoing.unsent > 0, view is not None].poll(_WAIT_SECONDS * 1000)
+                if time.monotonic() >= next_check:
+                    check()
+                    next_check = time.monotonic() + _WAIT_SECONDS
+
+
+def _next_view(incoming: Iterator[Any]) -> memoryview | None:
+    return next((memoryview(buffer) for buffer in incoming if len(buffer)), None)
 
 
 def connect_sockets(
-    rank: int, listener: socket.socket, addresses: Mapping[int, tuple[str, int]], token: bytes, check: WaitCallback
+    rank: int,
+    world_size: int,
+    listener: socket.socket,
+    addresses: Mapping[int, tuple[str, int]],
+    token: bytes,
+    check: WaitCallback,
 ) -> SocketTransport:
-    """Connect this rank to all others: it connects to lower ranks and accepts higher ones.
+    """Connect this rank to its neighbours, of which these are the addresses: it connects to lower ranks and accepts higher ones.
 
     Whoever connects sends the token of this job first; any other connection is closed.
     """
@@ -160,8 +374,8 @@ def connect_sockets(
         if other < rank:
             connections[other] = socket.create_connection(address, timeout=30.0)
             connections[other].sendall(_HELLO.pack(token, rank))
-    listener.settimeout(_WAIT_SLICE)
-    while len(connections) < len(addresses) - 1:
+    listener.settimeout(_WAIT_SECONDS)
+    while len(connections) < len(addresses):
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -172,7 +386,7 @@ def connect_sockets(
             connections[other] = connection
         else:
             connection.close()
-    return SocketTransport(rank, connections)
+    return SocketTransport(rank, world_size, connections)
 
 
 def _accept_peer(connection: socket.socket, token: bytes) -> int:
@@ -186,30 +400,6 @@ def _accept_peer(connection: socket.socket, token: bytes) -> int:
     except (OSError, struct.error):  # it says nothing in time, or hangs up
         return -1
     return int(other) if hmac.compare_digest(shown, token) else -1
-
-
-class GlooTransport:
-    """Frames of a fixed size, in one all-gather of a gloo group."""
-
-    def __init__(self, group: Any, world_size: int, wait: Callable[[Any, WaitCallback], None]) -> None:
-        self.max_inline_bytes = self.max_inline_bytes_single_sender = max(256, min(4096, 262144 // world_size)) - HEADER_SIZE
-        self._group = group
-        self._wait = wait
-        self._send = torch.zeros(HEADER_SIZE + self.max_inline_bytes, dtype=torch.uint8, device="cpu")
-        self._receive = torch.zeros((world_size, HEADER_SIZE + self.max_inline_bytes), dtype=torch.uint8, device="cpu")
-
-    def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
-        self._send.numpy()[: len(frame)] = numpy.frombuffer(frame, dtype=numpy.uint8)
-        # torch internals: see `_GroupCall.all_gather` in guard.py.
-        self._wait(self._group._allgather_base(self._receive.view(-1), self._send), check)
-        blocks = [bytearray(block) for block in self._receive.numpy()]
-        return [block[: HEADER_SIZE + inline_length(block)] for block in blocks]
-
-    def ended(self) -> bool:
-        return False  # gloo does not tell
-
-    def close(self) -> None:
-        self._group = None
 
 
 class _Connection(NamedTuple):
