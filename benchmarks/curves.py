@@ -133,7 +133,7 @@ def rows(growth: Growth) -> list[tuple[str, ...]]:
     sizes = sorted({size for of_size in costs for size in of_size})
     head = (growth.x, *(curve.what for curve in growth.curves))
     body = [(number(size), *(number(of_size[size]) if size in of_size else "" for of_size in costs)) for size in sizes]
-    return [head, *body, ("growth", *(f"x^{abs(round(curve.exponent, 1)):g}" for curve in growth.curves))]
+    return [head, *body, ("growth", *(f"x^{round(curve.exponent, 1) + 0.0:g}" for curve in growth.curves))]
 
 
 def number(value: float) -> str:

@@ -93,6 +93,13 @@ def test_what_cannot_be_drawn(wrong, says):
         curves.svg(Growth("made-up", "t", "x", "s", wrong))
 
 
+@pytest.mark.parametrize(("costs", "says"), [((1, 10, 100), "x^1"), ((5, 5, 4.9), "x^0"), ((100, 10, 1), "x^-1")])
+def test_growth_is_said(costs, says):
+    """The last row says with which power of the size a cost grows or falls."""
+    curve = Curve("ours", tuple(zip((1, 10, 100), costs, strict=True)))
+    assert curves.rows(Growth("n", "t", "x", "s", (curve,)))[-1] == ("growth", says)
+
+
 def test_growth_survives_its_file(tmp_path):
     """A saved drawing is loaded as it was, and the file says where it comes from."""
     curves.save(tmp_path / "new" / "growth.json", [GROWTH], "python benchmarks/growth_made_up.py")
