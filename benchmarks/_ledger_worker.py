@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _no_work import NoLoss, NoOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from turns import Contender, Times, in_turns, joined
@@ -124,23 +125,6 @@ class _NoModel(torch.nn.Module):
         return self._loss
 
 
-class _NoLoss(torch.Tensor):
-    """A loss with precomputed gradients."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # as cheap to look at as a plain tensor
-
-    def backward(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-class _NoOptimizer(torch.optim.Optimizer):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    def step(self, closure: Any = None) -> None: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
 def bare(folder: str | None = None, **options: Any) -> Build:
     """Return a step in which torch does nothing: the difference between two of them is the ledger. With a folder, it logs a loss there."""
 
@@ -148,8 +132,8 @@ def bare(folder: str | None = None, **options: Any) -> Build:
         accelerator = Accelerator(cpu=True, project_dir=folder, kwargs_handlers=[LedgerKwargs(summary=False, **options)])
         if folder is not None:
             accelerator.init_trackers("bench")
-        inner = _NoModel(torch.ones((), requires_grad=True).as_subclass(_NoLoss))
-        net, optimizer, reader = accelerator.prepare(inner, _NoOptimizer(inner.parameters()), DataLoader(Batches(), batch_size=None))
+        inner = _NoModel(torch.ones((), requires_grad=True).as_subclass(NoLoss))
+        net, optimizer, reader = accelerator.prepare(inner, NoOptimizer(inner.parameters()), DataLoader(Batches(), batch_size=None))
         batches, numbers, value = endless(reader), itertools.count(), torch.ones(())
 
         def step() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _no_work import NoLoss, NoOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from turns import Contender, Times, has_fabric, in_turns, joined
 
@@ -185,23 +186,6 @@ def _fabric() -> Any:
     return made
 
 
-class _NoLoss(torch.Tensor):
-    """A loss with precomputed gradients."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # as cheap to look at as a plain tensor
-
-    def backward(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-class _NoOptimizer(torch.optim.Optimizer):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    def step(self, closure: Any = None) -> None: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
 class _NoScheduler(torch.optim.lr_scheduler.LRScheduler):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -213,8 +197,8 @@ def bare(accumulates: bool | None) -> Build:
     """Return a step in which torch does nothing: only our calls remain (None: no wrappers either)."""
 
     def build(parts: Parts) -> Callable[[], None]:
-        model, optimizer = parts.model, _NoOptimizer(parts.weights)
-        loss = torch.ones((), requires_grad=True).as_subclass(_NoLoss)
+        model, optimizer = parts.model, NoOptimizer(parts.weights)
+        loss = torch.ones((), requires_grad=True).as_subclass(NoLoss)
         scheduler = _NoScheduler(optimizer)
 
         def plain_step() -> None:

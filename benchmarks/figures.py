@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -264,6 +265,18 @@ def launch(workers: int, script: str, *words: str, options: Sequence[str] = ()) 
 def quiet_environment(**more: str) -> dict[str, str]:
     """Return the environment of a measured command: one thread per process, because the cores are shared."""
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def timed(command: Sequence[str]) -> tuple[float, float]:
+    """Run a command that must succeed; return its wall and CPU seconds, those of its own processes included."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet_environment())
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
+    return wall, usage.ru_utime + usage.ru_stime
 
 
 def job(ranks: int, worker: str, *words: str, limit: float = 1800, apart: bool = False) -> Any:

@@ -10,17 +10,14 @@ interpreter with torch for each worker, which takes 0.2 GB: it goes as far as ha
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from curves import Curve, Growth, main
-from figures import quiet_environment, slipstream
+from figures import slipstream, timed
 
 WORKERS = (2, 4, 8, 16, 32)
 ROUNDS = 3
@@ -52,22 +49,10 @@ def commands(script: Path) -> dict[str, Command]:
     }
 
 
-def run(command: list[str]) -> tuple[float, float]:
-    """Run a command that must succeed; return its wall and CPU time, those of its workers included."""
-    begin = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet_environment())
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.monotonic() - begin
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
-    return wall, usage.ru_utime + usage.ru_stime
-
-
 def worker_memory(command: list[str]) -> float:
     """Return the mean of the workers' proportional shares of memory, in MB."""
     with tempfile.TemporaryDirectory() as folder:
-        run([*command, folder])
+        timed([*command, folder])
         return statistics.fmean(int(share.read_text()) for share in Path(folder).iterdir()) * 1024 / 1e6
 
 
@@ -86,10 +71,10 @@ def measure(quick: bool) -> list[Growth]:
         script.write_text(BARRIER)
         starts = commands(script)
         for command in starts.values():
-            run(command(2))  # files are in the page cache and compiled
+            timed(command(2))  # files are in the page cache and compiled
         for workers in sizes:
             measured = {name: command(workers) for name, command in starts.items() if fits(name, workers)}
-            times = [{name: run(command) for name, command in measured.items()} for _ in range(1 if quick else ROUNDS)]
+            times = [{name: timed(command) for name, command in measured.items()} for _ in range(1 if quick else ROUNDS)]
             for name, command in measured.items():
                 points["wall"][name].append((workers, min(turn[name][0] for turn in times)))
                 points["cpu"][name].append((workers, min(turn[name][1] for turn in times)))

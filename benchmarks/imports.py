@@ -11,12 +11,10 @@ Every command is a separate process, and its figure is its best wall time, follo
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
-import time
 
-from figures import Figure, best_of, options, quiet_environment, report, slipstream
+from figures import Figure, best_of, options, quiet_environment, report, slipstream, timed
 
 TORCH_FREE = (("launch", "--help"), ("env",), ("config", "--help"), ("--help",))
 """Commands of ours that import no torch."""
@@ -42,18 +40,6 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def run(command: list[str]) -> tuple[float, float]:
-    """Return the wall and the CPU time of a command that must succeed."""
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet_environment())
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
-    return wall, usage.ru_utime + usage.ru_stime
-
-
 Times = dict[str, list[tuple[float, float]]]
 """Wall and CPU seconds of each run, by command."""
 
@@ -63,7 +49,7 @@ def run_all(repeats: int) -> Times:
     times: Times = {name: [] for name in commands()}
     for _ in range(repeats):
         for name, command in commands().items():
-            times[name].append(run(command))
+            times[name].append(timed(command))
     return times
 
 

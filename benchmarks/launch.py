@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from figures import Figure, best_of, options, percentile, quiet_environment, report
+from figures import Figure, best_of, options, percentile, quiet_environment, report, timed
 
 BIN = Path(sys.executable).parent
 BARRIER = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
@@ -45,19 +45,12 @@ print(time.perf_counter() - start)
 """
 
 
-def seconds(command: list[str]) -> float:
-    """Return the wall time of a command that must succeed."""
-    start = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env=quiet_environment())
-    return time.perf_counter() - start
-
-
 def in_turns(repeats: int, **commands: list[str]) -> dict[str, list[float]]:
     """Return the times of each command, interleaved, so that background load affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
-            times[name].append(seconds(command))
+            times[name].append(timed(command)[0])
     return times
 
 

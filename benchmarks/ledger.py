@@ -14,7 +14,7 @@ added microseconds, plain PyTorch, and off against itself, which shows the noise
 from __future__ import annotations
 
 from figures import Figure, job, options, report
-from turns import Rounds, added, compared, ratio
+from turns import Rounds, alone, compared, ratio
 
 
 def run(ranks: int, quick: bool = False) -> Rounds:
@@ -36,10 +36,7 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     found = [compared(what, 1.01, twice, off, "without", behind)]
     found.append(compared(f"{what}, and the local tracker", 1.02, logged, off, "without", behind[1:]))
     if "bare" in rounds:
-        on, without = rounds["bare"]["on"]["cpu"], rounds["bare"]["off"]["cpu"]
-        more = (ratio(on, without) - 1) * min(without) * 1e6
-        spread = f"(median {added(on, without) * 1e6:.1f} us)"
-        found.append(Figure("the ledger's marks in a step, alone", more, "us", goal=5.0, spread=spread))
+        found.append(alone("the ledger's marks in a step, alone", 5.0, rounds["bare"]["on"]["cpu"], rounds["bare"]["off"]["cpu"]))
     return found
 
 

@@ -13,10 +13,11 @@ the start-up cost, when the ranks compare what they are about to read. Goals:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from figures import Figure, job, options, report, require
-from turns import Rounds, against_plain, compared
+from figures import Figure, job, require
+from turns import Rounds, against_plain, compared, main_on_ranks
 
 SHARED: dict[tuple[int, str], tuple[str, float | None]] = {
     (1, "tensors"): ("tensors, in order", 1.05),
@@ -50,19 +51,10 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     return found
 
 
-def measure(quick: bool) -> list[Figure]:
+def measure(quick: bool, ranks: Sequence[int] = (1, 2), profile: Path | None = None) -> list[Figure]:
     """Return the figures of one process, then of two."""
-    return [figure for ranks in (1, 2) for figure in figures(run(ranks, quick), ranks)]
-
-
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--ranks", type=int, action="append", choices=(1, 2), help="only on so many ranks")
-    parser.add_argument("--profile", type=Path, help="append where plain PyTorch and ours spend their time to this file")
-    given = parser.parse_args()
-    found = [figure for ranks in given.ranks or (1, 2) for figure in figures(run(ranks, given.quick, given.profile), ranks)]
-    report("loading", found, given)
+    return [figure for count in ranks for figure in figures(run(count, quick, profile), count)]
 
 
 if __name__ == "__main__":
-    main()
+    main_on_ranks("loading", __doc__, measure)

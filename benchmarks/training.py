@@ -20,10 +20,11 @@ real step, where torch's work has emptied the caches, the same calls take three 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from figures import Figure, job, options, report, require
-from turns import Rounds, added, against_plain, ratio
+from figures import Figure, job, require
+from turns import Rounds, against_plain, alone, main_on_ranks, more_than
 
 STEP_GOAL, LOGGED_GOAL = 1.01, 1.02
 WHAT = {
@@ -56,30 +57,18 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
         if wanted == ranks:
             found.append(against_plain(what, goal, rounds[case], name))
             if ranks == 1 and goal == STEP_GOAL:
-                more = added(rounds[case][name]["cpu"], rounds[case]["plain"]["cpu"]) * 1e6
-                found.append(Figure(f"{what}: more than plain", more, "us", goal=MOST_ADDED))
+                found.append(more_than(f"{what}: more than plain", MOST_ADDED, rounds[case][name]["cpu"], rounds[case]["plain"]["cpu"]))
     for name, what in BARE.items() if "bare" in rounds else ():
-        ours, plain = rounds["bare"][name]["cpu"], rounds["bare"]["plain"]["cpu"]
-        more = (ratio(ours, plain) - 1) * min(plain) * 1e6
-        found.append(Figure(what, more, "us", goal=5.0, spread=f"(median {added(ours, plain) * 1e6:.1f} us)"))
+        found.append(alone(what, 5.0, rounds["bare"][name]["cpu"], rounds["bare"]["plain"]["cpu"]))
     if ranks > 1:
         found.append(Figure("CPU of an idle rank: heartbeat, torch's threads", rounds["helpers"]["idle"]["cpu"][0] * 1e3, "ms/s"))
     return found
 
 
-def measure(quick: bool) -> list[Figure]:
+def measure(quick: bool, ranks: Sequence[int] = (1, 2), profile: Path | None = None) -> list[Figure]:
     """Return the figures of one process, then of two."""
-    return [figure for ranks in (1, 2) for figure in figures(run(ranks, quick), ranks)]
-
-
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--ranks", type=int, action="append", choices=(1, 2), help="only on so many ranks")
-    parser.add_argument("--profile", type=Path, help="append where plain PyTorch and ours spend their time to this file")
-    given = parser.parse_args()
-    found = [figure for ranks in given.ranks or (1, 2) for figure in figures(run(ranks, given.quick, given.profile), ranks)]
-    report("training", found, given)
+    return [figure for count in ranks for figure in figures(run(count, quick, profile), count)]
 
 
 if __name__ == "__main__":
-    main()
+    main_on_ranks("training", __doc__, measure)

@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from figures import Figure, spread_of
+from figures import Figure, options, report, spread_of
 
 Contender = Callable[[int], Any]
 """Makes so many calls."""
@@ -114,6 +115,18 @@ def added(times: list[float], base: list[float]) -> float:
     return statistics.median(entry - other for entry, other in zip(times, base, strict=True))
 
 
+# -- the program of a script on one rank and on two -------------------------------------------------------------------
+
+
+def main_on_ranks(group: str, description: str | None, measure: Callable[..., list[Figure]]) -> None:
+    """Be the program of a script with `measure(quick, ranks, profile)`."""
+    parser = options(description)
+    parser.add_argument("--ranks", type=int, action="append", choices=(1, 2), help="only on so many ranks")
+    parser.add_argument("--profile", type=Path, help="append where the contenders spend their time to this file")
+    given = parser.parse_args()
+    report(group, measure(given.quick, given.ranks or (1, 2), given.profile), given)
+
+
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +161,20 @@ def compared(
         low=low,
         high=high,
     )
+
+
+def alone(what: str, goal: float, ours: list[float], base: list[float]) -> Figure:
+    """Return the microseconds that ours adds to calls in which nothing else happens: the ratio, at the pace of the best round."""
+    pace = min(base) * 1e6
+    low, high = ((end - 1) * pace for end in spread_of(ratios(ours, base)))
+    note = f"(median {added(ours, base) * 1e6:.1f} us)"
+    return Figure(what, (ratio(ours, base) - 1) * pace, "us", goal=goal, spread=note, low=low, high=high)
+
+
+def more_than(what: str, goal: float, ours: list[float], base: list[float]) -> Figure:
+    """Return the microseconds that ours takes more, within each pass."""
+    low, high = spread_of([(entry - other) * 1e6 for entry, other in zip(ours, base, strict=True)])
+    return Figure(what, added(ours, base) * 1e6, "us", goal=goal, low=low, high=high)
 
 
 def _twice(times: Clocks) -> Clocks:
