@@ -1,7 +1,8 @@
 """Growth: how a cost grows with the size of what it is paid for, as curves; kept as JSON, drawn as SVG on logarithmic axes.
 
-A `growth_TOPIC.py` measures and returns `Growth`s; its `main` is `curves.main(measure, __doc__)`, which knows `--quick`, `--json FILE`
-and `--draw`. On logarithmic axes a power is a straight line: flat costs the same at any size, one up for one to the right is linear.
+A `growth_TOPIC.py` has a `measure(quick)` that returns `Growth`s; its program is `curves.main(measure, __doc__)`, which knows `--quick`,
+`--json FILE` and `--draw`, or stands between `options(__doc__)` and `report(...)` where it has more options. On logarithmic axes a
+power is a straight line: flat costs the same at any size, one up for one to the right is linear.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from figures import provenance
+from figures import own_command, provenance
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 WIDTH, HEIGHT = 760, 400
@@ -93,19 +94,28 @@ def draw(growth: Growth, folder: Path = PICTURES) -> Path:
 
 
 def main(measure: Callable[[bool], list[Growth]], description: str | None) -> None:
-    """Be the program of a growth script: measure, print, and save or draw where the options say so."""
+    """Be the program of a growth script without options of its own."""
+    given = options(description).parse_args()
+    report(measure(given.quick), given)
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every growth script has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
     parser.add_argument("--json", type=Path, help="write the curves to this file")
     parser.add_argument("--draw", action="store_true", help=f"draw them into {PICTURES.relative_to(PICTURES.parent.parent)}")
-    options = parser.parse_args()
-    growths = measure(options.quick)
+    return parser
+
+
+def report(growths: Sequence[Growth], given: argparse.Namespace) -> None:
+    """Print the curves, and save or draw them where the options say so."""
     for growth in growths:
         print("\n" + text(growth), flush=True)
-        if options.draw:
+        if given.draw:
             print(f"drawn: {draw(growth)}")
-    if options.json:
-        save(options.json, growths, f"python benchmarks/{Path(parser.prog).name}" + " --quick" * options.quick)
+    if given.json:
+        save(given.json, growths, own_command())
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def own_command() -> str:
     >>> own_command().startswith("python benchmarks/")
     True
     """
-    words = iter(sys.argv[1:])
+    words = iter(word for word in sys.argv[1:] if word != "--draw")
     kept = [word for word in words if not word.startswith("--json=") and (word != "--json" or not next(words, ""))]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
 

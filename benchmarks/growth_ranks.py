@@ -9,17 +9,9 @@ own would see its logarithm alone. The best round counts.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from functools import partial
-from pathlib import Path
-
 import curves
 from curves import Curve, Growth
-from figures import launch, quiet_environment
+from figures import job
 
 SIZES, QUICK, LARGE = (2, 4, 8, 16, 32), (2, 4, 8), (64, 96)
 WHAT = {"gather": "a guarded gather of 64 bytes", "barrier": "a guarded barrier"}
@@ -27,11 +19,7 @@ WHAT = {"gather": "a guarded gather of 64 bytes", "barrier": "a guarded barrier"
 
 def times(ranks: int, quick: bool) -> dict[str, float]:
     """Return the seconds per call in one job of so many ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        words = [str(output), "3" if quick else "7", str(max(5, 400 // ranks))]
-        subprocess.run(launch(ranks, "_growth_ranks_worker.py", *words), check=True, timeout=900, env=quiet_environment())
-        found: dict[str, float] = json.loads(output.read_text())
+    found: dict[str, float] = job(ranks, "_growth_ranks_worker.py", "3" if quick else "7", str(max(5, 400 // ranks)), limit=900)
     return found
 
 
@@ -50,10 +38,10 @@ def measure(quick: bool, large: bool = False) -> list[Growth]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--large", action="store_true")
-    options, sys.argv[1:] = parser.parse_known_args()  # the others are those of every growth script
-    curves.main(partial(measure, large=options.large), __doc__)
+    parser = curves.options(__doc__)
+    parser.add_argument("--large", action="store_true", help="also 64 and 96 ranks, which takes long")
+    given = parser.parse_args()
+    curves.report(measure(given.quick, given.large), given)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def _case(results: Results, case: dict[str, str]) -> tuple[str, ...]:
 
 
 def _is(figure: Figure, case: dict[str, str]) -> bool:
-    return figure.what == case["what"] and case.get("other", figure.other) == figure.other
+    """Return whether a case means this figure; `*` stands for a size, which depends on `--quick`."""
+    return fnmatchcase(figure.what, case["what"]) and case.get("other", figure.other) == figure.other
 
 
 def readme(results: Results, name: str) -> Iterator[str]:
