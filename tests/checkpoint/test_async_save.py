@@ -24,13 +24,13 @@ class HeldDisk(Disk):
         self.reached, self.go = threading.Event(), threading.Event()
         self.error = error
 
-    def write(self, path: Path, chunks: Any, size: int) -> FileEntry:
+    def write_unsynced(self, path: Path, chunks: Any, size: int) -> tuple[int, FileEntry]:
         if path.name.startswith("model"):
             self.reached.set()
             assert self.go.wait(30)
             if self.error is not None:
                 raise self.error
-        return super().write(path, chunks, size)
+        return super().write_unsynced(path, chunks, size)
 
 
 def full() -> OSError:

@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from runs import Counter, Run, begin, rows, steps
@@ -170,10 +171,10 @@ def test_replaced_checkpoint_keeps_foreign_files(tmp_path: Path) -> None:
 def test_save_interrupted_leaves_what(tmp_path: Path) -> None:
     """A save that is interrupted leaves what was there."""
     class Interrupted(Disk):
-        def write(self, path: Path, chunks: Any, size: int) -> FileEntry:
+        def write_unsynced(self, path: Path, chunks: Any, size: int) -> tuple[int, FileEntry]:
             if path.name == "optimizer.safetensors":
                 raise KeyboardInterrupt
-            return super().write(path, chunks, size)
+            return super().write_unsynced(path, chunks, size)
 
     run = trained(2)
     run.accelerator.save_state(tmp_path / "out" / "first")
@@ -774,9 +775,9 @@ class CountingDisk(Disk):
     def __init__(self) -> None:
         self.written = 0
 
-    def write(self, path: Path, chunks: Any, size: int) -> FileEntry:
+    def write_unsynced(self, path: Path, chunks: Any, size: int) -> tuple[int, FileEntry]:
         self.written += size
-        return super().write(path, chunks, size)
+        return super().write_unsynced(path, chunks, size)
 
 
 def frozen() -> tuple[Accelerator, Any, Any]:
@@ -839,3 +840,42 @@ def test_dedup_survives_rotation(tmp_path: Path, place: str) -> None:
     update(accelerator, model, optimizer)
     accelerator.load_state(where)
     assert torch.equal(model[0].weight, expected[0] + 1.0)
+
+
+class TensorsWithoutElements:
+    """An object whose tensors are made anew by a load: empty ones, and of dtypes that are stored as bytes."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {
+            "empty": torch.empty(0, 3),
+            "no numbers": torch.empty(0, dtype=torch.complex128),
+            "numbers": torch.ones(2, dtype=torch.complex128),
+            "array": numpy.empty((0, 2)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def test_default_device(tmp_path: Path) -> None:
+    """A default device of torch changes nothing: what is stored and restored lies where it was."""
+    run = trained(2)
+    held = TensorsWithoutElements()
+    run.accelerator.register_for_checkpointing(held)
+    try:
+        torch.set_default_device("meta")
+        run.accelerator.save_state(tmp_path / "first")
+        run.accelerator.save_state(tmp_path / "second", async_save=True)
+        run.accelerator._saver.settle()
+        held.held = {}
+        run.accelerator.load_state(tmp_path / "second")
+    finally:
+        torch.set_default_device(None)
+    assert {name: value.device.type for name, value in held.held.items() if name != "array"} == dict.fromkeys(
+        ("empty", "no numbers", "numbers"), "cpu"
+    )
+    assert held.held["numbers"].tolist() == [1, 1]
+    run.accelerator.end_training()

@@ -168,6 +168,7 @@ def sharded_save(ranks: int) -> Scenario:
             for rank in range(1, ranks):
                 joined = LocalTarget(folder / "first", trace).join(stage.ticket)
                 files |= fill(joined, 2, {f"model-rank-{rank}.safetensors": 9000, f"model-rank-{rank}.blocks": 16})
+                joined.flush()
                 joined.abandon()
             stage.commit(manifest_for(2, files))
         trace.promise(whole({2}))

@@ -39,10 +39,10 @@ class DeadlyDisk(Disk):
             die()
         super()._fsync(fd)
 
-    def write(self, *arguments: Any) -> Any:
+    def write_unsynced(self, *arguments: Any) -> Any:
         if self._point == "write":
             die()
-        return super().write(*arguments)
+        return super().write_unsynced(*arguments)
 
     def rename(self, old: Path, new: Path) -> None:
         if self._point == "rename":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import CheckpointError
-from slipstream.files import reader
+from slipstream.files import large_pages, reader
 from slipstream.files.checksum import digest
 from slipstream.files.reader import read_digest, read_into, read_whole, release_memory
 
@@ -120,10 +120,10 @@ def test_direct_read_refused_midway(
     assert checksum == digest(content)
 
 
-@pytest.mark.parametrize("slow", [-1.0, 1e9], ids=["large pages are slow to get", "they are at hand"])
-def test_large_file_with_any_pages(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small_pages", [-1.0, 1e9], ids=["large pages are slow to get", "they are at hand"])
+def test_large_file_with_any_pages(small_pages: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large file is whole in pages of any size."""
-    monkeypatch.setattr(reader, "_SLOW", slow)
+    monkeypatch.setattr(large_pages, "_SMALL_PAGES", small_pages)
     content = os.urandom(1 << 20) * 33 + b"end"
     (tmp_path / "file").write_bytes(content)
     with (tmp_path / "file").open("rb") as file:

@@ -20,6 +20,8 @@ import torch
 from slipstream.checkpoint.capture import ModelPart, ShardedPart, Snapshot, StatePart
 from slipstream.devices.late_read import completion_event
 from slipstream.devices.memory import available_cores
+from slipstream.distributed.codec import byte_view
+from slipstream.files.large_pages import LargePages
 from slipstream.logging import get_logger
 
 __all__ = ["Arena"]
@@ -36,13 +38,14 @@ _Part = TypeVar("_Part", StatePart, ModelPart, ShardedPart)
 
 
 class Arena:
-    """Memory for copies of a run's tensors, kept from one save to the next, because fresh pages cost more than the copy.
+    """Memory for copies of a run's tensors, kept from one save to the next, because fresh pages cost as much as the copy.
 
-    Copying 512 MB takes 0.28 s, where `tensor.clone()` of each tensor takes 2.5 s (two shared cores of a virtual machine).
+    Copying 1.2 GB takes 0.05 s, and 0.07 s into fresh memory; in small pages that would be 0.22 s (two cores of a virtual machine).
     """
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
+        self._pages = LargePages([])
         self._pending: list[tuple[_Bytes, _Bytes]] = []
         """Pairs of target and source that are still to be copied."""
         self._events: dict[torch.device, Any] = {}
@@ -59,7 +62,7 @@ class Arena:
         for device, event in self._events.items():
             event.record(torch.accelerator.current_stream(device))
         pending, self._pending = self._pending, []
-        _copy_bytes(pending)
+        _copy_bytes(pending, self._pages)
 
         def copied(part: _Part) -> _Part:
             return replace(part, tensors={name: copies[id(tensor)] for name, tensor in part.tensors.items()})
@@ -91,6 +94,7 @@ class Arena:
         if not enough or (pinned and not self._blocks[0].is_pinned()):
             self._blocks = []  # released before more is allocated
             self._blocks = self._allocate(sizes, pinned=pinned)
+            self._pages = LargePages(map(byte_view, self._blocks))
         return places
 
     def _allocate(self, sizes: list[int], *, pinned: bool) -> list[torch.Tensor]:
@@ -124,7 +128,7 @@ def _wait(events: Iterable[Any]) -> None:
             event.synchronize()
 
 
-def _copy_bytes(pending: list[tuple[_Bytes, _Bytes]]) -> None:
+def _copy_bytes(pending: list[tuple[_Bytes, _Bytes]], pages: LargePages) -> None:
     """Copy all pairs, with several threads for large amounts.
 
     Unlike torch's threads, these have no barrier after every tensor, so a thread that waits for a core does not delay the others.
@@ -133,7 +137,8 @@ def _copy_bytes(pending: list[tuple[_Bytes, _Bytes]]) -> None:
 
     def copy() -> None:
         for into, data in tasks:
-            numpy.copyto(into, data)
+            with pages.watched(data.nbytes):
+                numpy.copyto(into, data)
 
     if sum(data.nbytes for _, data in pending) <= _SMALL_COPY:
         copy()

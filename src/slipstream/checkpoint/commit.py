@@ -1,7 +1,7 @@
 """Commit a checkpoint: a folder becomes a checkpoint completely or not at all.
 
-    stage    .NAME.saving-HEX beside the target; every file is written, checksummed and synced
-    seal     MANIFEST.json last; then every folder of the stage is synced
+    stage    .NAME.saving-HEX beside the target; every file is written and checksummed, MANIFEST.json last
+    seal     every file and folder of the stage is synced, small ones and folders at the same time
     publish  one rename, or where NAME exists, one exchange of the two; then the parent folder is synced
     tidy     remove the replaced one; files that others put into it move into the new one
 
@@ -25,7 +25,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +45,7 @@ from slipstream.checkpoint.manifest import (
 )
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.checksum import Bytes, digest
-from slipstream.files.disk import Disk, FileEntry
+from slipstream.files.disk import Disk, FileEntry, UnsyncedFiles
 from slipstream.files.os_errors import describe_os_error, explain_os_errors, suggest_remedy
 from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.reader import read_digest
@@ -368,6 +368,7 @@ class LocalStage:
         self.folder = hidden_path(target, "saving")
         self._disk = disk
         self._lock = lock
+        self._unsynced = UnsyncedFiles(disk)
         self._open = True
         disk.make_folder(self.folder)
         try:
@@ -390,11 +391,14 @@ class LocalStage:
         self.abandon()
 
     def add(self, name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
-        """Write a file with these bytes, `size` in total; it is on the disk when this returns."""
+        """Write a file with these bytes, `size` in total; it is on the disk after `commit`, or `flush` of a stage that was joined."""
         path = self._path(name)
         with _explain_os_errors(self.target, self._disk, needed=size):
             self._make_folders(path.parent)
-            return self._disk.write(path, chunks, size)
+            return self._unsynced.write(path, chunks, size)
+
+    def flush(self) -> None:
+        """End the adding of files by this process; the one that commits syncs its own then."""
 
     def adopt(self, name: str) -> FileEntry:
         """Add a file that somebody else wrote into `folder`; anything but a regular file is an error."""
@@ -442,9 +446,9 @@ class LocalStage:
         try:
             with _explain_os_errors(self.target, self._disk, needed=len(manifest or b"")):
                 if manifest is not None:
-                    self._disk.write(self.folder / MANIFEST, [manifest], len(manifest))
+                    self._unsynced.write(self.folder / MANIFEST, [manifest], len(manifest))
                 self._disk.set_mode(self.folder, self._mode)
-                self._sync_folders(self.folder)
+                self._unsynced.sync(list(_folders_in(self.folder)))
                 _check_target(self.target)
                 replaced = _publish(self.folder, self.target, self._disk)
         except BaseException:
@@ -467,6 +471,7 @@ class LocalStage:
         if not self._open:
             return
         self._open = False
+        self._unsynced.close()
         try:
             with suppress(FileNotFoundError):
                 self._disk.remove_tree(self.folder)
@@ -488,13 +493,6 @@ class LocalStage:
             with suppress(FileExistsError):
                 self._disk.make_folder(folder)
 
-    def _sync_folders(self, folder: Path) -> None:
-        with os.scandir(folder) as entries:
-            inner = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-        for path in inner:
-            self._sync_folders(Path(path))
-        self._disk.sync_folder(folder)
-
 
 class JoinedStage(LocalStage):
     """A stage that another process began, and will commit or abandon; files can be added to it."""
@@ -504,6 +502,7 @@ class JoinedStage(LocalStage):
         self.folder = target.parent / ticket
         self._disk = disk
         self._lock = None
+        self._unsynced = UnsyncedFiles(disk)
         self._open = True
         if not _HIDDEN.fullmatch(ticket) or not self.folder.is_dir():
             raise CheckpointError(
@@ -511,12 +510,27 @@ class JoinedStage(LocalStage):
                 "that is sharded over processes needs a folder on a file system that all of them share, or a URL."
             )
 
+    def flush(self) -> None:
+        """Sync the files that this process added: the one that commits relies on it."""
+        with _explain_os_errors(self.target, self._disk):
+            self._unsynced.sync()
+
     def commit(self, manifest: bytes | None) -> None:
         raise CheckpointError(f"{self.target} is committed by the process that began it.")
 
     def abandon(self) -> None:
         """Refuse further files; the other process removes the stage."""
         self._open = False
+        self._unsynced.close()
+
+
+def _folders_in(folder: Path) -> Iterator[Path]:
+    """Yield a folder and all below it; links are not followed."""
+    yield folder
+    with os.scandir(folder) as entries:
+        inner = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+    for path in inner:
+        yield from _folders_in(Path(path))
 
 
 def write_latest(parent: Path, name: str, disk: Disk) -> None:

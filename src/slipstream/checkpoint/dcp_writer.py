@@ -140,7 +140,7 @@ class _Source:
 
     def _view(self, file: LazyTensorFile, entry: TensorEntry) -> torch.Tensor:
         if entry.start == entry.end:
-            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu")
         if file.path not in self._mapped:
             fd = open_inside(file.path.parent, file.path.name)
             try:

@@ -231,7 +231,7 @@ class _Builder:
             )
         if count > room or (count and last >= room) or offset > room:
             raise self.wrong(f"a tensor {shape!r:.80} with the strides {strides!r:.80} does not fit into its storage of {room} elements")
-        return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(strides))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, tuple(shape), tuple(strides))
 
 
 # -- builders: each takes a call with built arguments, and returns NotImplemented for a form that it does not support

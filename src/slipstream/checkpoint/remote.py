@@ -159,6 +159,9 @@ class RemoteStage:
         """Upload a file with these bytes, `size` in total; it is stored when this returns."""
         return FileEntry(size, self._put(name, chunks, size))
 
+    def flush(self) -> None:
+        """End the adding of files by this process: each is in the store already."""
+
     def adopt(self, name: str) -> FileEntry:
         """Upload a file that somebody wrote into `folder`; anything but a regular file is an error."""
         with ConfinedFolder(self.folder) as opened, os.fdopen(opened.open(name), "rb", buffering=0) as file:

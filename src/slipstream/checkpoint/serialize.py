@@ -163,6 +163,8 @@ class _Flattener:
     def of_list(self, value: list[Any], place: _Place, depth: int) -> _Node:
         if len(value) >= _LONG and (numbers := _numbers(value)) is not None:
             return {"$numbers": self._store(numbers, id(numbers), place, torch.from_numpy)}
+        if all([type(item) is int and -_LARGEST_INTEGER <= item < _LARGEST_INTEGER for item in value]):  # as random states are, quickly
+            return list(value)
         return self.items(value, place, depth)
 
     def of_ordered(self, value: OrderedDict[Any, Any], place: _Place, depth: int) -> _Node:
@@ -308,7 +310,7 @@ def _numbers(value: list[Any]) -> numpy.ndarray[Any, Any] | None:
 def _array_bytes(array: numpy.ndarray[Any, Any]) -> torch.Tensor:
     """Return the elements as a one-dimensional tensor of bytes, without a copy where possible."""
     if not array.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     row = numpy.ascontiguousarray(array).reshape(-1)
     raw = row.view(numpy.uint8)
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy())

@@ -71,7 +71,8 @@ def local_shard(tensor: Any, where: str) -> LocalShard:
     coordinate = tensor.device_mesh.get_coordinate()
     shape = tuple(tensor.shape)
     if coordinate is None:  # this rank is not part of the mesh
-        return LocalShard(torch.empty((0,) * len(shape), dtype=tensor.dtype), ShardPosition(shape, Box(shape, (0,) * len(shape))), False)
+        nothing = torch.empty((0,) * len(shape), dtype=tensor.dtype, device="cpu")
+        return LocalShard(nothing, ShardPosition(shape, Box(shape, (0,) * len(shape))), False)
     box = local_box(tensor)
     local = require_storable(tensor.to_local().detach(), where)
     if local.dtype not in DTYPES:

@@ -172,7 +172,7 @@ def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: 
     if kind is None or min(shape, default=0) < 0 or not 0 <= start <= end <= view.nbytes or count * kind.itemsize != end - start:
         raise CheckpointError(f"A tensor of {dtype} with shape {list(shape)} cannot be bytes {start} to {end} of {view.nbytes}.")
     if not count:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     data = view if view.contiguous and view.format == "B" and view.ndim == 1 else view.cast("B")
     if data.readonly:
         return tensor_from_bytes(data[start:end], kind, shape)
@@ -204,7 +204,7 @@ def is_utf8(text: str) -> bool:
 def pack_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a one-dimensional tensor of bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def unpack_bytes(stored: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tensor:
@@ -215,7 +215,7 @@ def unpack_bytes(stored: torch.Tensor, dtype: str, shape: Iterable[int]) -> torc
     if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * kind.itemsize != stored.numel():
         raise ValueError(f"{stored.numel()} bytes are not a tensor of {dtype} with shape {list(shape)}")
     if not stored.numel():
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     return stored.clone().view(kind).reshape(shape)
 
 

@@ -14,11 +14,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 from slipstream.checkpoint import remote
@@ -46,7 +44,7 @@ from slipstream.checkpoint.weights import plan_shards, shard_names, write_weight
 from slipstream.distributed.progress_bar import bar, counted
 from slipstream.errors import CheckpointError
 from slipstream.files.checksum import BlockChecksums, Digest, checksums_name
-from slipstream.files.disk import SMALLEST, Disk, FileEntry
+from slipstream.files.disk import Disk, FileEntry
 from slipstream.files.object_store import is_url, local_path
 from slipstream.files.os_errors import describe_os_error, suggest_remedy
 from slipstream.logging import get_logger
@@ -56,7 +54,6 @@ __all__ = [
     "commit_manifest", "open_destination", "write_checkpoint", "write_parts",
 ]
 
-_SMALL_FILE_THREADS: Final = 4
 _ABANDONED_SECONDS: Final = 3600.0
 """After this time a rank's file that waits beside a checkpoint is removed."""
 
@@ -125,7 +122,8 @@ def write_parts(
     `full` puts sharded weights together that are to be written whole.
     """
     snapshot.ready()
-    with bar(snapshot.size, "saving", "B") as shown, _Writer(stage, reusable if dedup else (), shown.update) as writer:
+    with bar(snapshot.size, "saving", "B") as shown:
+        writer = _Writer(stage, reusable if dedup else (), shown.update)
         contribution = RankContribution(snapshot.rank, "", writer.files)
         for part in snapshot.shards:
             name = f"{part.base}-rank-{snapshot.rank + 1:05d}-of-{snapshot.facts.world:05d}"
@@ -140,6 +138,7 @@ def write_parts(
             objects=tuple(map(writer.part, snapshot.objects)),
         )
         contribution.own = writer.part(snapshot.own)
+        stage.flush()
         return written
 
 
@@ -193,10 +192,7 @@ def _check_complete(parts: Sequence[ShardedPart], ranks: Sequence[RankContributi
 
 
 class _Writer:
-    """Adds files to a stage and lists them; the list is complete when the context ends.
-
-    Several threads add small files to a local stage, because most of their time is spent waiting for fsync.
-    """
+    """Adds files to a stage and lists them."""
 
     def __init__(self, stage: Stage, reusable: Sequence[Path], advance: Callable[[int], object]) -> None:
         self.files: dict[str, FileEntry] = {}
@@ -207,17 +203,6 @@ class _Writer:
             manifest = read_manifest_or_none(folder)
             if manifest is not None:  # else everything is written
                 self._reusable.append((folder, {entry: name for name, entry in manifest.files.items()}))
-        self._pending: dict[str, Future[FileEntry]] = {}
-        self._threads = ThreadPoolExecutor(_SMALL_FILE_THREADS, thread_name_prefix="slipstream: small files") if stage.common else None
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=error is not None)  # waits, so that nothing is written into an abandoned stage
-        if error is None:
-            self.files.update({name: added.result() for name, added in self._pending.items()})
 
     def part(self, part: StatePart) -> str:
         name, encoded = encode_tree(part.name, part.tree, part.tensors)
@@ -234,15 +219,10 @@ class _Writer:
 
     def stream(self, name: str, encode: Callable[[], EncodedFile]) -> None:
         """Write a file of weights that can be encoded only once, and whose chunks are valid until the next one."""
-        chunks, size = encode()
-        self._add(name, map(bytes, chunks) if size < SMALLEST else chunks, size)
+        self._add(name, *encode())
 
     def _add(self, name: str, chunks: Iterable[Any], size: int) -> None:
-        chunks = counted(chunks, self._advance)
-        if self._threads is None or size >= SMALLEST:
-            self.files[name] = self._stage.add(name, chunks, size)
-        else:
-            self._pending[name] = self._threads.submit(self._stage.add, name, list(chunks), size)  # reads the tensors in this thread
+        self.files[name] = self._stage.add(name, counted(chunks, self._advance), size)
 
     def _reuse(self, name: str, chunks: Iterable[Any], size: int) -> bool:
         digest = Digest()

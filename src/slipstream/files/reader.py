@@ -8,20 +8,18 @@ best of five reads on a virtual machine with two cores). Large pages are the rea
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import queue
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Final
 
 from slipstream.errors import CheckpointError
 from slipstream.files.checksum import Digest
 from slipstream.files.disk import copy_bytes, set_direct_io
+from slipstream.files.large_pages import LargePages, address_of
 
 __all__ = ["check_fits_memory", "fill_span", "release_memory", "read_digest", "read_into", "read_span", "read_whole"]
 
@@ -30,8 +28,6 @@ _READERS: Final = 2
 _READERS_OF_A_DISK: Final = 4
 _FEWEST_PIECES: Final = 4
 _PROBES: Final = 8
-_SLOW: Final = 0.004
-"""Seconds of a processor for a piece: a copy and two large pages take about one millisecond."""
 _MOST_VIEWS: Final = 1000
 """Pieces of memory that one system call fills; Linux takes 1024."""
 
@@ -131,10 +127,10 @@ def _read_pieces(fd: int, parts: Sequence[memoryview], size: int, where: str, *,
         return
     direct = alone and not _is_cached(fd, size) and set_direct_io(fd, True)
     spare = _spare_pieces() if direct and len(parts) > 1 else None
-    pages = _LargePages(parts)
+    pages = LargePages(parts)
 
     def fill(views: list[memoryview], done: int) -> None:
-        with pages.watched():
+        with pages.watched(sum(map(len, views))):
             if spare is None:
                 _fill(fd, views, done, where, direct=direct)
             else:
@@ -232,7 +228,7 @@ def release_memory(memory: memoryview) -> None:
     if isinstance(whole, mmap.mmap) and memory and not memory.readonly and hasattr(mmap, "MADV_DONTNEED"):
         start, size = _pages_of(memory)
         if size > 0:
-            whole.madvise(mmap.MADV_DONTNEED, start - _address(memoryview(whole)), size)
+            whole.madvise(mmap.MADV_DONTNEED, start - address_of(memoryview(whole)), size)
 
 
 def check_fits_memory(size: int, where: str) -> None:
@@ -256,47 +252,11 @@ def _memory(size: int, where: str) -> memoryview:
     return memoryview(mapped)
 
 
-class _LargePages:
-    """Memory in large pages, as long as the system has free ones.
-
-    They cost a third of the same memory in small pages. But a virtual machine may have returned its free ones to the host, and getting
-    them again takes ten times as long; as soon as that is noticed, small pages are used for the rest.
-    """
-
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._mapped = [part.obj for part in parts if isinstance(part.obj, mmap.mmap)]  # what tensors have from torch is left to torch
-        self._wanted = self._advise("MADV_HUGEPAGE")
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Measure what touches one piece of the memory: the time of this thread, without waiting for a disk."""
-        begin = time.thread_time()
-        yield
-        if self._wanted and time.thread_time() - begin > _SLOW:
-            self._wanted = False
-            self._advise("MADV_NOHUGEPAGE")
-
-    def _advise(self, name: str) -> bool:
-        advice = getattr(mmap, name, None)
-        if advice is None or not self._mapped:
-            return False
-        try:
-            for mapped in self._mapped:
-                mapped.madvise(advice)
-        except OSError:  # a system without large pages
-            return False
-        return True
-
-
 def _pages_of(memory: memoryview) -> tuple[int, int]:
     """Return address and size of the pages that lie wholly in this memory."""
-    start = _address(memory)
+    start = address_of(memory)
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     return first, (start + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE - first
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _fill(fd: int, views: list[memoryview], offset: int, where: str, *, direct: bool = False) -> None:
