@@ -42,6 +42,11 @@ def blocks(megabytes: float) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(layer for block in layers for layer in block))
 
 
+def equal(tensors: int, elements: int) -> torch.nn.Module:
+    """Return a model with so many weights of the same size."""
+    return torch.nn.ParameterList(torch.ones(elements) for _ in range(tensors))
+
+
 def mostly_frozen(megabytes: float) -> torch.nn.Sequential:
     """Return forty equal layers, two of which are trained: 95 % of the weights never change."""
     width = round((megabytes * 1e6 / 4 / 40) ** 0.5)
@@ -164,11 +169,9 @@ LIBRARIES: dict[str, type[Library]] = {"ours": Ours, "accelerate": Theirs, "torc
 class Worker:
     """The commands: every public method is one; its arguments are those of the command, and its result is the reply."""
 
-    def __init__(self, library: str, megabytes: float) -> None:
-        torch.manual_seed(0)
+    def __init__(self, library: str, model: torch.nn.Module) -> None:
         self._make = LIBRARIES[library]
-        self._megabytes = megabytes
-        self._library = self._make(blocks(megabytes))
+        self._library = self._make(model)
         self._few: Library | None = None
         self._saved: dict[str, str] = {}
 
@@ -313,11 +316,14 @@ def memory_lines() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("--megabytes", type=float, required=True)
+    parser.add_argument("--megabytes", type=float, help="the size of the weights, in blocks as of a transformer")
+    parser.add_argument("--tensors", type=int, help="instead of that, so many weights")
+    parser.add_argument("--elements", type=int, default=0, help="of each of them")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print does not get between the answers
-    worker = Worker(options.library, options.megabytes)
+    torch.manual_seed(0)
+    worker = Worker(options.library, equal(options.tensors, options.elements) if options.tensors else blocks(options.megabytes))
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -217,10 +217,10 @@ def test_ranks_save_behind_training(ranks: Any, tmp_path: Path) -> None:
 def test_error_on_one_rank(ranks: Any, tmp_path: Path) -> None:
     """What goes wrong on one rank is heard on all."""
     class Failing(HeldDisk):
-        def write(self, path: Path, chunks: Any, size: int) -> Any:
+        def write_unsynced(self, path: Path, chunks: Any, size: int) -> Any:
             if ".rank-" in path.name:
                 raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
-            return Disk.write(self, path, chunks, size)
+            return Disk.write_unsynced(self, path, chunks, size)
 
     def behind() -> None:
         run = started()
