@@ -200,6 +200,24 @@ def test_leftover_processes_ended(launch, script, tmp_path):
     assert all(gone(pid) for pid in left)
 
 
+@pytest.mark.parametrize("own_session", [False, True])
+def test_restart_meets_no_earlier_process(launch, script, tmp_path, own_session):
+    """What a killed process has started is ended before the next attempt begins."""
+    train = script(
+        "import os, signal, subprocess\n"
+        "note, first = f\"{os.environ['NOTES']}/child-{os.environ['RANK']}\", os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "if first:\n"
+        f"    child = subprocess.Popen(['sleep', '600'], start_new_session={own_session})\n"
+        "    open(note, 'w').write(str(child.pid))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "elif os.path.exists(note):\n"
+        "    raise SystemExit(os.path.exists(f'/proc/{open(note).read()}'))"
+    )
+    finished = launch(*TWO, "--max_restarts", "1", train)
+    assert finished.code == 0, finished.err
+    assert list(tmp_path.glob("child-*"))
+
+
 @pytest.mark.parametrize("options", [(), ("--log_dir", "logs")], ids=["temporary", "kept"])
 def test_killed_workers_leave_no_files(launch, script, tmp_path, monkeypatch, options):
     """What a killed process leaves in the folder for temporary files is removed with its attempt, and at the end everything is."""

@@ -403,6 +403,7 @@ class Agent(_Agent):
         self._shutdown()
         self._append_tracebacks()
         if restarting:
+            terminate_descendants()  # children of a killed process: they hold its memory and files, and may hold a port
             _print_report(self._plan, _failed_result(self._plan, self.failures_by_machine()))
             self._log(f"starting all processes again: attempt {self.attempt + 2} of {self._plan.max_restarts + 1}")
 
