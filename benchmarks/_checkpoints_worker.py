@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 import xxhash
+from worker_process import serve
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -320,15 +319,9 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, help="instead of that, so many weights")
     parser.add_argument("--elements", type=int, default=0, help="of each of them")
     options = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print does not get between the answers
     torch.manual_seed(0)
-    worker = Worker(options.library, equal(options.tensors, options.elements) if options.tensors else blocks(options.megabytes))
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        answer = getattr(worker, order.pop("do"))(**order)
-        print(json.dumps(answer), file=answers, flush=True)
+    model = equal(options.tensors, options.elements) if options.tensors else blocks(options.megabytes)
+    serve(lambda: Worker(options.library, model))
 
 
 if __name__ == "__main__":

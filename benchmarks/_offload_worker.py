@@ -12,7 +12,6 @@ import ctypes
 import gc
 import hashlib
 import io
-import json
 import logging
 import mmap
 import os
@@ -31,6 +30,7 @@ if "--group" in sys.argv:
 
 import torch
 from _offload_models import VOCABULARY, WIDTH, made
+from worker_process import serve
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -355,14 +355,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print does not get between the answers
-    worker = Worker()
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        answer = getattr(worker, order.pop("do"))(**order)
-        print(json.dumps(answer), file=answers, flush=True)
+    serve(Worker)
 
 
 if __name__ == "__main__":

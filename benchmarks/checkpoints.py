@@ -21,20 +21,17 @@ measure something else.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from figures import HERE, Figure, options, report, require, spread_of
+from worker_process import WorkerProcess
 
 Times = dict[str, list[float]]
 """Seconds, or bytes, one for each round, by what was measured."""
@@ -43,39 +40,10 @@ PARTS = ("save", "load", "write", "small", "dedup")
 MEGABYTES, QUICK_MEGABYTES = 400.0, 100.0
 
 
-class Worker:
-    """A process that holds a model of one library."""
-
-    def __init__(self, library: str, **model: float) -> None:
-        options = [word for name, value in model.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, str(HERE / "_checkpoints_worker.py"), library, *options]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
-
-    def ask(self, do: str, **values: Any) -> Any:
-        """Send a command and return the reply."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended with exit code {self._process.wait()}")
-        return json.loads(line)
-
-
 class Rounds:
     """The workers, a folder, and the measurements so far."""
 
-    def __init__(self, folder: Path, workers: dict[str, Worker]) -> None:
+    def __init__(self, folder: Path, workers: dict[str, WorkerProcess]) -> None:
         self.folder = folder
         self.workers = workers
         self.times: Times = {}
@@ -178,14 +146,9 @@ def run(
     return every.times
 
 
-@contextmanager
-def running(library: str, **model: float) -> Iterator[Worker]:
-    """Have a worker with a model of so many `megabytes`, or of so many `tensors` with so many `elements`."""
-    worker = Worker(library, **model)
-    try:
-        yield worker
-    finally:
-        worker.close()
+def running(library: str, **model: float) -> WorkerProcess:
+    """Return a process with a model of so many `megabytes`, or of so many `tensors` with so many `elements`."""
+    return WorkerProcess("_checkpoints_worker.py", library, *(word for name in model for word in (f"--{name}", str(model[name]))))
 
 
 def files_in(folder: str) -> list[Path]:

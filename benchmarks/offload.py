@@ -26,11 +26,9 @@ beside this script, or in `--folder`, and removed; a memory file system would me
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,58 +40,12 @@ from typing import Any
 
 from figures import HERE, Figure, options, report, require, spread_of
 from turns import ratio, ratios
+from worker_process import Killed, WorkerProcess
 
 SHARE = 0.85
 """Of the disk's speed, at least."""
 MORE = 10
 """Times the tokens per second of Accelerate, at least."""
-
-
-class Killed(Exception):
-    """A worker needed more memory than its control group has."""
-
-
-class Worker:
-    """A process that runs commands; in a control group if there is one."""
-
-    def __init__(self, group: Group | None = None, threads: int = 1) -> None:
-        self._order: dict[str, Any] = {}
-        words = ["--threads", str(threads), *(["--group", str(group.path)] if group else [])]
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "_offload_worker.py"), *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        )
-        self._answer()
-
-    def ask(self, do: str, **more: Any) -> Any:
-        """Send a command and return the reply."""
-        assert self._process.stdin is not None
-        self._order = {"do": do, **more}
-        self._process.stdin.write(json.dumps(self._order) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            if self._process.wait() == -signal.SIGKILL:
-                raise Killed
-            raise SystemExit(f"a worker ended with exit code {self._process.returncode} at {self._order}"[:200])
-        return json.loads(line)
 
 
 class Group:
@@ -133,13 +85,10 @@ class Place:
     quick: bool
     rounds: int
 
-    @contextmanager
-    def worker(self, **options: Any) -> Iterator[Worker]:
-        worker = Worker(**options)
-        try:
-            yield worker
-        finally:
-            worker.close()
+    def worker(self, group: Group | None = None, threads: int = 1) -> WorkerProcess:
+        """Return a process that runs commands; in a control group if there is one."""
+        words = ["--threads", str(threads), *(["--group", str(group.path)] if group else [])]
+        return WorkerProcess("_offload_worker.py", *words, environment={**os.environ, "OMP_NUM_THREADS": str(threads)})
 
     @contextmanager
     def file(self, shape: Sequence[Any]) -> Iterator[tuple[str, int]]:
@@ -240,7 +189,7 @@ def cold(place: Place) -> list[Figure]:
     return found
 
 
-def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, case: str, group: Group | None) -> list[Figure]:
+def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: WorkerProcess, case: str, group: Group | None) -> list[Figure]:
     """Run rounds of the disk, a library, the disk again."""
     with place.worker() as plain:
         plain.ask("open", library="plain", shape=shape, path=path, folder="")
