@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from slipstream import DistributedOperationException, MismatchError, PartialState
 from slipstream.distributed.gradient_state import BatchShares
-from slipstream.distributed.scatter import agree_or_raise, scatter
+from slipstream.distributed.scatter import ScatterSeries, agree_or_raise, scatter
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -129,6 +129,89 @@ def test_scatter_is_one_call(ranks: Any) -> None:
         return channel.sequence - before
 
     assert ranks(2).run(run) == [1, 1]
+
+
+class Series:
+    """A series of this rank, and the bytes that the sender packs for each call."""
+
+    def __init__(self) -> None:
+        self.state, self.series = PartialState(), ScatterSeries()
+        self.lengths: list[int] = []
+        pack = self.series._pack
+        self.series._pack = lambda parts, note: self._record(pack(parts, note))  # type: ignore[method-assign]
+
+    def _record(self, body: Any) -> Any:
+        self.lengths.append(body.length)
+        return body
+
+    def __call__(self, parts: Any, note: bytes = b"") -> Any:
+        is_sender = self.state.is_main_process
+        return self.series.transfer(self.state._channel(), self.state._limits, parts if is_sender else None, note=note if is_sender else b"")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@relaxed
+@given(cases=st.lists(st.lists(trees(), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_series_round_trip(ranks: Any, world: int, cases: list[list[Any]]) -> None:
+    """In a series, parts arrive as they were, also where a structure comes again with other sizes and values, or changes."""
+
+    def run() -> Any:
+        series = Series()
+        return [series(parts[:world], note=bytes([number])) for number, parts in enumerate(cases + cases[::-1])]
+
+    for rank, received in enumerate(ranks(world).run(run)):
+        for number, ((got, note), parts) in enumerate(zip(received, cases + cases[::-1], strict=True)):
+            assert_same(got, parts[rank])
+            assert note == bytes([number])
+
+
+def test_structure_is_described_once(ranks: Any) -> None:
+    """A batch like the one before costs its bytes and at most 160 more; another number of samples is not another structure."""
+
+    def run() -> Any:
+        series = Series()
+        batches = [{"ids": torch.ones(rows, 16), "labels": (torch.arange(rows),), "n": numpy.ones(rows)} for rows in (32, 32, 5, 32)]
+        got = [series([batch, batch])[0] for batch in batches]
+        sizes = [16 * 4 * rows + 2 * 8 * rows for rows in (32, 32, 5, 32)]
+        more = [length - size for length, size in zip(series.lengths, sizes, strict=False)]
+        return more, [[type(batch).__name__, *batch, len(batch["ids"]), int(batch["labels"][0].sum())] for batch in got]
+
+    (more, here), (none, there) = ranks(2).run(run)
+    assert more[0] > 200
+    assert all(length <= 160 for length in more[1:])
+    assert here == there
+    assert none == []
+
+
+def test_like_structures_are_told_apart(ranks: Any) -> None:
+    """What differs in a type alone is another structure: keys, containers, dtypes, arrays, leaves without tensors."""
+
+    def run() -> Any:
+        series, tensor = Series(), torch.ones(2, dtype=torch.int32)
+        parts: list[Any] = [
+            {"1": tensor}, {1: tensor}, {True: tensor}, [tensor], (tensor,), [tensor.numpy()], [tensor.float()], [tensor, "x"], [tensor, None],
+            [tensor, ["x", 1]], [tensor[0]], ["x"], [], {}, None, {"a": tensor, "b": 1}, {"b": tensor, "a": 1}, OrderedDict(a=tensor),
+        ]  # fmt: skip
+        return [[series([part, part])[0] for part in parts] for _ in range(2)]
+
+    first, second = ranks(2).run(run)
+    for here, there in zip(first[0] + first[1], second[0] + second[1], strict=True):
+        assert_same(there, here)
+
+
+def test_series_after_an_exception(ranks: Any) -> None:
+    """After an exception of the sender the structure is described anew, so that a series can go on."""
+
+    def run() -> Any:
+        series, batch = Series(), {"x": torch.ones(3)}
+        series([batch, batch])
+        with pytest.raises((KeyError, DistributedOperationException)):
+            series(KeyError("record 7"))
+        with pytest.raises((TypeError, AttributeError, ValueError, DistributedOperationException)):
+            series([batch, {"x": torch.ones(3), "unsendable": lambda: None}])
+        return series([batch, batch])[0]["x"].tolist()
+
+    assert ranks(2).run(run) == [[1.0] * 3] * 2
 
 
 @pytest.mark.parametrize("size", [1, 100_000])

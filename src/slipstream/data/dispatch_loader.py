@@ -8,6 +8,8 @@ moves no more than theirs, and if reading fails every rank raises.
 
 from __future__ import annotations
 
+import json
+import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +52,7 @@ from slipstream.data.stream_reader import (
 from slipstream.devices.table import CPU
 from slipstream.distributed.gradient_state import BatchShares, LoaderPass
 from slipstream.distributed.pytree import recursively_apply
-from slipstream.distributed.scatter import scatter
+from slipstream.distributed.scatter import ScatterSeries
 
 __all__ = ["DispatchLoader"]
 
@@ -125,18 +127,18 @@ class DispatchLoader(PreparedLoader):
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         channel, limits = self.data_rank.channel, self.data_rank.limits
         source = self._parts(epoch, start) if self.data_rank.rank == 0 else None
+        series = ScatterSeries(operation="next batch")
         previous: BatchShares | None = None
         step, end = 0, False
         while not end:
-            parts = None if source is None else attempt(partial(next, source))
+            parts, note = (None, b"") if source is None else _attempt_next(source)
             name = f"batch {step} of pass {epoch}"  # and not whose: the others may have no dataset at all
-            got = scatter(channel(), limits, parts, operation="next batch", condition=name)
-            if got is None:  # there is nothing at all
+            batch, note = series.transfer(channel(), limits, parts, note=note, condition=name)
+            if not note:  # there is nothing at all
                 return
-            batch, plain, end, left, self._nominal = got
+            shares, end, left, self._nominal = _read_note(note)
             if source is None and self._pins:
                 batch = recursively_apply(torch.Tensor.pin_memory, batch, test_type=_is_host_tensor)
-            shares = None if plain is None else BatchShares(tuple(plain[0]), tuple(plain[1]), *plain[2:])
             previous = shares = previous if shares == previous else shares
             yield batch, shares, end, left
             step += 1
@@ -146,8 +148,8 @@ class DispatchLoader(PreparedLoader):
         """Whether the script wants batches in pinned memory, and there is a device to copy them to; torch does it where it reads."""
         return self.original.pin_memory and self._move is not None
 
-    def _parts(self, epoch: int, start: int) -> Iterator[list[Any]]:
-        """On rank 0, yield what is dealt out, one part for each rank."""
+    def _parts(self, epoch: int, start: int) -> Iterator[tuple[list[Any], bytes]]:
+        """On rank 0, yield what is dealt out, one batch for each rank, and what all of them are told of it."""
         ranks = self.data_rank.world_size
         nominal = self._nominal
         left = self._source.known_count(start)
@@ -155,15 +157,14 @@ class DispatchLoader(PreparedLoader):
         loader_pass = epochs.live[-1] if epochs.live else LoaderPass(epoch, start)
         for message in self._source.messages(loader_pass, start, epochs):
             shares = message.shares
-            plain = None if shares is None else [shares.given, shares.real, shares.weighed, shares.full]
             if shares is None:
                 nominal = message.sizes[0]
             left = None if left is None else max(1, left - 1)
             after = 0 if message.end else left
-            yield [[batch, plain, message.end, after, nominal] for batch in message.batches]
+            yield message.batches, _write_note(shares, message.end, after, nominal)
             if message.end:
                 return
-        yield [None] * ranks
+        yield [None] * ranks, b""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_source": None}
@@ -171,6 +172,36 @@ class DispatchLoader(PreparedLoader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._source = self._make_source()
+
+
+_NOTE = struct.Struct("<?qq")
+"""Of a batch: whether it is the last one, how many follow (-1: unknown), samples of a full one. How it was shared follows as JSON."""
+
+
+def _write_note(shares: BatchShares | None, end: bool, left: int | None, nominal: int) -> bytes:
+    plain = b"" if shares is None else json.dumps([shares.given, shares.real, shares.weighed, shares.full]).encode()
+    return _NOTE.pack(end, -1 if left is None else left, nominal) + plain
+
+
+def _read_note(note: bytes) -> tuple[BatchShares | None, bool, int | None, int]:
+    """Return what `_write_note` was given.
+
+    >>> shares = BatchShares((2, 1), (2, 0), True, 4)
+    >>> _read_note(_write_note(shares, True, None, 2)) == (shares, True, None, 2)
+    True
+    """
+    end, left, nominal = _NOTE.unpack_from(note)
+    shares = None
+    if len(note) > _NOTE.size:
+        given, real, weighed, full = json.loads(note[_NOTE.size :])
+        shares = BatchShares(tuple(given), tuple(real), weighed, full)
+    return shares, end, None if left < 0 else left, nominal
+
+
+def _attempt_next(source: Iterator[tuple[list[Any], bytes]]) -> tuple[Any, bytes]:
+    """Return the next parts and their note, or the exception, which the other ranks must get before all raise."""
+    found = attempt(partial(next, source))
+    return (found, b"") if isinstance(found, Exception) else found
 
 
 def _is_host_tensor(leaf: Any) -> bool:
