@@ -28,8 +28,8 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
 BATCH, WIDTH = 32, 16
-LONG, MEDIUM = 128, 64
-"""Batches in a pass."""
+LONG, MEDIUM, SHUFFLED = 128, 64, 160
+"""Batches in a pass; shuffled ones are more samples than an order lays out."""
 
 
 class Records(Dataset[dict[str, Any]]):
@@ -123,7 +123,7 @@ def cases() -> dict[str, tuple[int, dict[str, Loading]]]:
 
     found = {"tensors": (LONG, sharing(tensors)), "beginning": (dist.get_world_size() if dist.is_initialized() else 1, sharing(tensors))}
     if not dist.is_initialized():
-        return {**found, "tensors, shuffled": (LONG, sharing(tensors, True)), "dicts": (LONG, sharing(Records))}
+        return {**found, "tensors, shuffled": (SHUFFLED, sharing(tensors, True)), "dicts": (LONG, sharing(Records))}
     return {
         **found,
         "dicts dispatched": (MEDIUM, dispatching(Records)),

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from slipstream import DistributedOperationException, PartialState
 from slipstream.data.dispatch_loader import DispatchLoader
 from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.prepare import build_loader, skip_first_batches
 from slipstream.distributed.gradient_state import BatchShares, GradientState
+from slipstream.distributed.scatter import ScatterSeries
 from slipstream.errors import ConfigError
 
 WORLDS = [1, 2, 3, 4]
@@ -315,6 +316,31 @@ def test_one_call_per_global_batch(ranks: Any) -> None:
         return steps, channel.sequence - before
 
     assert ranks(2).run(run) == [(6, 6)] * 2
+
+
+def test_bytes_of_a_dispatched_batch(ranks: Any) -> None:
+    """After the first batch of a pass, a batch costs the bytes of its tensors and at most 160 more, also if it is a short one."""
+
+    def run() -> list[int]:
+        lengths: list[int] = []
+        pack = ScatterSeries._pack
+
+        def record(series: Any, parts: Any, note: bytes) -> Any:
+            body = pack(series, parts, note)
+            lengths.append(body.length)
+            return body
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ScatterSeries, "_pack", record)
+            data = TensorDataset(torch.ones(60, 16), torch.arange(60))
+            assert sum(len(batch[0]) for batch in prepared(DataLoader(data, batch_size=8))) >= 28
+        return lengths
+
+    here, there = ranks(2).run(run)
+    full = 8 * (16 * 4 + 8)
+    assert here[0] < full + 400
+    assert [length < full + 160 for length in here[1:]] == [True] * 3
+    assert there == []
 
 
 @pytest.mark.parametrize("kind", [Stream, Mapped])

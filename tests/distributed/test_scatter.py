@@ -145,8 +145,8 @@ class Series:
         return body
 
     def __call__(self, parts: Any, note: bytes = b"") -> Any:
-        is_sender = self.state.is_main_process
-        return self.series.transfer(self.state._channel(), self.state._limits, parts if is_sender else None, note=note if is_sender else b"")
+        given = (parts, note) if self.state.is_main_process else (None, b"")
+        return self.series.transfer(self.state._channel(), self.state._limits, given[0], note=given[1])
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -189,8 +189,9 @@ def test_like_structures_are_told_apart(ranks: Any) -> None:
     def run() -> Any:
         series, tensor = Series(), torch.ones(2, dtype=torch.int32)
         parts: list[Any] = [
-            {"1": tensor}, {1: tensor}, {True: tensor}, [tensor], (tensor,), [tensor.numpy()], [tensor.float()], [tensor, "x"], [tensor, None],
-            [tensor, ["x", 1]], [tensor[0]], ["x"], [], {}, None, {"a": tensor, "b": 1}, {"b": tensor, "a": 1}, OrderedDict(a=tensor),
+            {"1": tensor}, {1: tensor}, {True: tensor}, [tensor], (tensor,), [tensor.numpy()], [tensor.float()], [tensor, "x"],
+            [tensor, None], [tensor, ["x", 1]], [tensor[0]], ["x"], [], {}, None, {"a": tensor, "b": 1}, {"b": tensor, "a": 1},
+            OrderedDict(a=tensor),
         ]  # fmt: skip
         return [[series([part, part])[0] for part in parts] for _ in range(2)]
 
