@@ -638,8 +638,17 @@ class TimedForward:
         call = self.compiled_call or self._module()._call_impl  # type: ignore[union-attr]  # it is being called
         if _is_compiling():  # a clock cannot be compiled
             return call(*args, **kwargs)
-        meter = self._meter
-        result = run_timed(meter, FORWARD if _is_grad_enabled() else EVALUATION, call, *args, **kwargs)
+        meter, phase = self._meter, FORWARD if _is_grad_enabled() else EVALUATION
+        if meter.counting is not None:
+            return run_timed(meter, phase, call, *args, **kwargs)
+        add, clock = meter.add, meter.clock
+        add(phase)  # as `run_timed` does it: a call less in the hottest place
+        add(clock())
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            add(LEAVE)
+            add(clock())
         if len(meter.log) > LOG_LIMIT:
             meter.attend(meter.log[-1])
         return result
