@@ -216,7 +216,7 @@ def _tensors(call: Call) -> float:
         for _ in range(CALLS):
             call()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return sum(event.nbytes() > 0 for event in events) / CALLS
+    return len([event for event in events if event.nbytes() > 0]) / CALLS
 
 
 # -- under strace -----------------------------------------------------------------------------------------------------
@@ -263,10 +263,10 @@ def _between_marks(lines: list[str]) -> Iterator[tuple[str, Counts]]:
         calls[case] = sum(line.startswith(f"{thread} ") for line in lines[start + 1 : end] if _name_of(line))
     for kind, name in marks:
         if kind == "ours":
-            found = {"system calls": (calls[kind, name] - calls.get(("plain", name), 0)) / CALLS}
+            beyond = (calls[kind, name] - calls.get(("plain", name), 0)) / CALLS
             first, last = marks[kind, name][0][0], marks[kind, name][-1][0]
             changes = Counter(_name_of(line) for line in lines[first:last]) if name == "save_state" else Counter()
-            yield name, {**found, **{what: changes[what] / CALLS for what in SAVES if changes[what]}}
+            yield name, {"system calls": beyond, **{what: changes[what] / CALLS for what in SAVES if changes[what]}}
 
 
 def _name_of(line: str) -> str:
