@@ -122,6 +122,8 @@ PLAIN: dict[str, Make] = {
     "update of 4 accumulated batches": lambda folder: training(4, plain=True),
 }
 """The same in plain PyTorch: only the tensors and system calls beyond it are counted."""
+WAITS = "system calls and waits"
+"""The name of the system calls on several ranks: one that has to wait for another asks the kernel more often."""
 SAVES = ("fsync", "fdatasync", "rename", "renameat", "renameat2", "mkdir", "unlink")
 
 
@@ -266,7 +268,8 @@ def _between_marks(lines: list[str]) -> Iterator[tuple[str, Counts]]:
             beyond = (calls[kind, name] - calls.get(("plain", name), 0)) / CALLS
             first, last = marks[kind, name][0][0], marks[kind, name][-1][0]
             changes = Counter(_name_of(line) for line in lines[first:last]) if name == "save_state" else Counter()
-            yield name, {"system calls": beyond, **{what: changes[what] / CALLS for what in SAVES if changes[what]}}
+            several = len({found["rank"] for _, found in marks[kind, name]}) > 1
+            yield name, {WAITS if several else "system calls": beyond, **{what: changes[what] / CALLS for what in SAVES if changes[what]}}
 
 
 def _name_of(line: str) -> str:
@@ -277,8 +280,15 @@ def _name_of(line: str) -> str:
 
 # -- the record -------------------------------------------------------------------------------------------------------
 
-SLACK = {"modules entered": 0.0, "tensors": 0.0, "bytes": 0.01, "calls of ours": 0.1, "system calls": 0.25}
-"""What may be less, and more by this share: it depends on the version of Python or torch, or on how often a call has to wait.
+SLACK = {
+    "modules entered": (0.0, 0),
+    "tensors": (0.0, 0),
+    "bytes": (0.01, 0),
+    "calls of ours": (0.1, 0),
+    "system calls": (0.25, 1),
+    WAITS: (0.25, 4),
+}
+"""What may be less, and more by this share and this much: it depends on the version of Python or torch, or on how often a call has to wait.
 
 The rest is exact.
 """
@@ -289,8 +299,8 @@ def growth(name: str, recorded: Counts, now: Counts) -> list[str]:
     found = []
     for what in [*recorded, *(what for what in now if what not in recorded)]:
         before, after = recorded.get(what, 0.0), now.get(what, 0.0)
-        most = before + abs(before) * SLACK.get(what, 0.0) + (1 if what == "system calls" else 0)
-        if after > most or (what not in SLACK and after < before):
+        share, more = SLACK.get(what, (0.0, 0))
+        if after > before + abs(before) * share + more or (what not in SLACK and after < before):
             found.append(f"{name}: {what} {'grew' if after > before else 'shrank'} from {before:g} to {after:g}")
     return found
 
