@@ -39,7 +39,7 @@ class Results:
     """By group."""
     growths: dict[str, dict[str, Any]]
     """The files of curves, by topic."""
-    cases: dict[str, list[dict[str, str]]]
+    cases: dict[str, list[dict[str, Any]]]
     """The chosen figures, by list."""
 
 
@@ -78,7 +78,9 @@ def cases(results: Results, name: str) -> Iterator[str]:
     yield from markdown(head, [_case(results, case) for case in results.cases[name]])
 
 
-def _case(results: Results, case: dict[str, str]) -> tuple[str, ...]:
+def _case(results: Results, case: dict[str, Any]) -> tuple[str, ...]:
+    if "growth" in case:
+        return _end_of_curve(results, case)
     record = results.records.get(case["group"])
     figure = next((figure for figure in record.figures if _is(figure, case)), None) if record else None
     if record is None or figure is None:
@@ -89,7 +91,23 @@ def _case(results: Results, case: dict[str, str]) -> tuple[str, ...]:
     return case["case"], ours, other, ratio, spread, goal, verdict, reason, f"`{record.command}`"
 
 
-def _is(figure: Figure, case: dict[str, str]) -> bool:
+def _end_of_curve(results: Results, case: dict[str, Any]) -> tuple[str, ...]:
+    """Return the row of a case that is the end of our first curve in a drawing, beside that of the other side."""
+    found = results.growths.get(case["growth"])
+    if found is None:
+        command = f"python benchmarks/run.py --growth --only {shlex.quote(case['growth'])}"
+        return case["case"], *[""] * 5, "not measured", case.get("reason", ""), f"`{command}`"
+    drawing = next(curves.from_json(entry) for entry in found["growth"] if entry["name"] == case["drawing"])
+    ours, *others = [curve for curve in drawing.curves if not curve.dashed][:1] + [curve for curve in drawing.curves if curve.dashed]
+    said = [f"{curve.what} {curves.number(curve.points[-1][1])} {drawing.y} at {curves.number(curve.points[-1][0])}" for curve in others]
+    size, cost = ours.points[-1]
+    figure = Figure(case["case"], cost, drawing.y, goal=case["at most"])
+    verdict, reason = cells(figure)[6], case.get("reason", "") if not figure.met else ""
+    at = f"{curves.number(cost)} {drawing.y} at {curves.number(size)}"
+    return case["case"], at, "; ".join(said), "", "", f"{case['at most']:g} {drawing.y}", verdict, reason, f"`{found['command']}`"
+
+
+def _is(figure: Figure, case: dict[str, Any]) -> bool:
     """Return whether a case means this figure; `*` stands for a size, which depends on `--quick`."""
     return fnmatchcase(figure.what, case["what"]) and case.get("other", figure.other) == figure.other
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import sys
 from pathlib import Path
@@ -254,6 +255,16 @@ def test_table_of_a_group():
     assert "Not measured: `python benchmarks/run.py --only launch --save`" in page.written(part("figures launch"), made_up_results())
 
 
+def test_case_at_the_end_of_a_curve():
+    """A case can be the end of our curve in a drawing, beside those of the others, with a goal in its unit."""
+    case = {"case": "at 100 ranks", "growth": "ranks", "drawing": "made-up", "at most": 50, "reason": "because"}
+    kept = {"command": "python benchmarks/growth_ranks.py", "growth": [dataclasses.asdict(GROWTH)]}
+    lines = page.written(part("cases issue"), page.Results({}, {"ranks": kept}, {"issue": [case]})).splitlines()
+    row = "| at 100 ranks | 100 ms at 100 | bare torch 10 ms at 100 | 50 ms | **missed** | because | `python benchmarks/growth_ranks.py` |"
+    assert lines[4] == row
+    assert "not measured" in page.written(part("cases issue"), page.Results({}, {}, {"issue": [case]}))
+
+
 def test_unknown_part_of_a_page():
     """A part that nothing makes is an error that names it."""
     with pytest.raises(SystemExit, match="'tables'; the kinds are cases"):
@@ -281,7 +292,9 @@ def test_figures_of_the_readme_have_commands():
 
 def test_cases_are_of_groups():
     """Every chosen figure names a group of `run.py`."""
-    assert {case["group"] for cases in page.read_results().cases.values() for case in cases} <= set(run.GROUPS)
+    chosen = [case for cases in page.read_results().cases.values() for case in cases]
+    assert {case["group"] for case in chosen if "group" in case} <= set(run.GROUPS)
+    assert {case["growth"] for case in chosen if "growth" in case} <= set(run.GROWTHS)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
