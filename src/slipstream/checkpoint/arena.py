@@ -28,6 +28,8 @@ __all__ = ["Arena"]
 
 _COPY_SIZE: Final = 64 << 20
 """Bytes that a thread copies at once: copies larger than half the processor's cache bypass it, and are nearly twice as fast."""
+_SMALL_TENSOR: Final = 256 << 10
+"""Bytes from which on a tensor is worth a task for a thread."""
 _SMALL_COPY: Final = 8 << 20
 _COPIERS: Final = 4
 _ALIGNMENT: Final = 64
@@ -115,7 +117,7 @@ class Arena:
         place = room.view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cpu:  # resolved there: a late copy is not yet there to be changed by the host
             return place.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=tensor.device in self._events)
-        if not size or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if size < _SMALL_TENSOR or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return place.copy_(tensor)
         into, data = room.numpy(), tensor.view(-1).view(torch.uint8).numpy()
         self._pending += [(into[start : start + _COPY_SIZE], data[start : start + _COPY_SIZE]) for start in range(0, size, _COPY_SIZE)]

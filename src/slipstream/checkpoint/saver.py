@@ -302,7 +302,9 @@ class Saver:
 
     def save(self, output_dir: str | os.PathLike[str] | None, options: SaveOptions) -> str:
         """Save, and return the path of the checkpoint."""
-        with mark_phase(self.components.ledger.meter, CHECKPOINT):
+        from slipstream.checkpoint.garbage import paused_collection
+
+        with mark_phase(self.components.ledger.meter, CHECKPOINT), paused_collection():
             if self.components.strategy.replicated:
                 return self._save(output_dir, options)
             from slipstream.checkpoint.sharded_save import save_sharded

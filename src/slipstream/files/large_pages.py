@@ -19,7 +19,7 @@ __all__ = ["LargePages", "address_of"]
 
 _SMALL_PAGES: Final = 0.5e-9
 """Seconds of a processor for a byte in small pages, with its copy; in large ones it takes a sixth."""
-_GRACE: Final = 128 << 20
+_GRACE: Final = 512 << 20
 """Bytes that may cost more before that counts."""
 _NEIGHBOURS: Final = 64 << 10
 """Bytes between two tensors that an allocator has put beside each other."""
