@@ -48,7 +48,7 @@ class Curve:
         2.0
         """
         last, cost = self.points[-1]
-        first, before = max((point for point in self.points if point[0] <= last / 10), default=self.points[0])
+        first, before = max((point for point in self.points if point[0] <= last / 9.9), default=self.points[0])
         return math.log(cost / before) / math.log(last / first) if first < last else 0.0
 
 
