@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from slipstream import PartialState
-from slipstream.distributed import guard
 from slipstream.distributed.transport import _Peer
 from slipstream.testing import RankPool
 
@@ -264,42 +263,37 @@ def test_one_process_is_no_special_case(ranks: Any) -> None:
 
 
 class Counted:
-    """Counts what a channel does in a block: messages and bytes on its sockets, and collectives of torch's groups."""
+    """Counts what a rank does in a block: messages and bytes on its sockets, and collectives of torch's group."""
 
     def __init__(self, channel: Any) -> None:
-        self._channel = channel
+        self._count = channel.count_torch_collectives
         self.messages = self.size = 0
-        self.collectives: list[str] = []
 
     def __enter__(self) -> Counted:
-        self._transport, self._wait = _Peer.send, guard.wait_in_slices
+        self._send, self._before = _Peer.send, self._count()
 
         def send(peer: Any, views: list[memoryview]) -> int:
-            size: int = self._transport(peer, views)
+            size: int = self._send(peer, views)
             self.messages += size > 0
             self.size += size
             return size
 
-        def wait(work: Any, check: Any) -> None:
-            self.collectives.append("torch")
-            self._wait(work, check)
-
-        _Peer.send, guard.wait_in_slices = send, wait  # type: ignore[method-assign]
+        _Peer.send = send  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *details: object) -> None:
-        _Peer.send, guard.wait_in_slices = self._transport, self._wait  # type: ignore[method-assign]
+        _Peer.send = self._send  # type: ignore[method-assign]
+        self.collectives = self._count() - self._before
 
 
-CALLS: dict[str, tuple[Any, int, int, int]] = {
-    # the call, torch's collectives, and how many bytes of rank 0 reach every other rank, of the others each
-    "barrier": (lambda state: state.wait_for_everyone(), 0, 0, 0),
-    "gather": (lambda state: state.gather(torch.ones(16)), 0, 16 + 32 + 64, 16 + 32 + 64),
-    "gather of a tree": (lambda state: state.gather([torch.ones(4)] * 20), 0, 16 + 192 + 320, 16 + 192 + 320),
-    "gather_object": (lambda state: state.gather_object(["x" * 250] * 64), 0, 16 + 16352, 16 + 16352),
-    "reduce": (lambda state: state.reduce(torch.ones(16)), 0, 16 + 64, 16 + 64),
-    "reduce of 4 MiB": (lambda state: state.reduce(torch.ones(1 << 20)), 1, 0, 0),
-    "broadcast": (lambda state: state.broadcast(torch.ones(16)), 0, 16 + 16 + 16 + 64, 0),
+CALLS: dict[str, tuple[Any, int, int]] = {
+    # the call, and how many bytes of rank 0 reach every other rank, of the others each
+    "barrier": (lambda state: state.wait_for_everyone(), 0, 0),
+    "gather": (lambda state: state.gather(torch.ones(16)), 16 + 32 + 64, 16 + 32 + 64),
+    "gather of a tree": (lambda state: state.gather([torch.ones(4)] * 20), 16 + 192 + 320, 16 + 192 + 320),
+    "gather_object": (lambda state: state.gather_object(["x" * 250] * 64), 16 + 16352, 16 + 16352),
+    "reduce": (lambda state: state.reduce(torch.ones(16)), 16 + 64, 16 + 64),
+    "broadcast": (lambda state: state.broadcast(torch.ones(16)), 16 + 16 + 16 + 64, 0),
 }
 """An entry of the table takes 16 bytes; what leads a gather 8 for each tensor and 24 more, a broadcast 8; all parts are aligned to 16."""
 
@@ -307,38 +301,45 @@ CALLS: dict[str, tuple[Any, int, int, int]] = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_counts(ranks: Any, name: str, world: int) -> None:
-    """A call is as many messages as the number of ranks has binary digits, with every body once; torch is asked for large sums alone."""
-    call, collectives, first, others = CALLS[name]
+    """A call is as many messages as the number of ranks has binary digits, with every body once, and no collective of torch."""
+    call, first, others = CALLS[name]
 
     def run(state: PartialState) -> tuple[int, int, int]:
         call(state)
         with Counted(state._channel()) as counted:
             call(state)
-        return counted.messages, counted.size, len(counted.collectives)
+        return counted.messages, counted.size, counted.collectives
 
     found = everyone(ranks(world), run)
     hops = (world - 1).bit_length()
-    assert [(messages, waits) for messages, _, waits in found] == [(hops, collectives)] * world
+    assert [(messages, collectives) for messages, _, collectives in found] == [(hops, 0)] * world
     assert sum(size for _, size, _ in found) == world * hops * 48 + (world - 1) * (first + (world - 1) * others)
 
 
 def test_large_bodies_on_the_ring(ranks: Any) -> None:
-    """A gather or broadcast of megabytes sends its tensors once behind a small exchange, without a collective of torch."""
+    """Megabytes follow a small exchange, as few as can be, without a collective of torch."""
 
     def run(state: PartialState) -> list[tuple[int, int]]:
         data = torch.ones(3 << 20)
         found = []
-        for call in (lambda: state.gather(data), lambda: state.broadcast(data), lambda: state.gather(data, dst=1)):
+        for call in (
+            lambda: state.gather(data),
+            lambda: state.broadcast(data),
+            lambda: state.gather(data, dst=1),
+            lambda: state.reduce(data),
+            lambda: state.reduce([data, torch.ones(3)], "max"),
+        ):
             with Counted(state._channel()) as counted:
                 call()
-            found.append((counted.size - counted.size % (1 << 20), len(counted.collectives)))
+            found.append((counted.size - counted.size % (1 << 20), counted.collectives))
         return found
 
     sent = 12 << 20
+    reduced = [(sent // 3 * 4, 0)] * 2  # two thirds of it to be added, two thirds of the sum
     assert everyone(ranks(3), run) == [
-        [(2 * sent, 0), (sent, 0), (sent, 0)],
-        [(2 * sent, 0), (0, 0), (0, 0)],
-        [(2 * sent, 0), (sent, 0), (2 * sent, 0)],  # passes on what rank 0 sends to rank 1
+        [(2 * sent, 0), (sent, 0), (sent, 0), *reduced],
+        [(2 * sent, 0), (0, 0), (0, 0), *reduced],
+        [(2 * sent, 0), (sent, 0), (2 * sent, 0), *reduced],  # passes on what rank 0 sends to rank 1
     ]
 
 
@@ -363,6 +364,27 @@ def test_large_and_small_together(ranks: Any, world: int, dst: int | None) -> No
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_large_reductions(ranks: Any, world: int) -> None:
+    """Every reduction and type gives what one process computes, in a size that no number of ranks divides; all get the same bits."""
+    kinds = [(torch.float32, "sum"), (torch.float64, "mean"), (torch.int64, "max"), (torch.bfloat16, "sum"), (torch.int16, "min")]
+    size = 1_500_001
+
+    def data(rank: int, dtype: torch.dtype) -> torch.Tensor:
+        values = torch.randint(-100, 100, (size,), generator=torch.Generator().manual_seed(rank))
+        return values.to(dtype)
+
+    def run(state: PartialState) -> list[torch.Tensor]:
+        return [state.reduce(data(state.process_index, dtype), reduction)[::1009].clone() for dtype, reduction in kinds]
+
+    found = everyone(ranks(world), run)
+    for index, (dtype, reduction) in enumerate(kinds):
+        stacked = torch.stack([data(rank, dtype) for rank in range(world)])
+        combined = getattr(stacked, {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}[reduction])(dim=0)[::1009]
+        assert all(torch.equal(results[index], found[0][index]) for results in found)
+        torch.testing.assert_close(found[0][index], combined.to(dtype))
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_reduce_of_large_and_small(ranks: Any, world: int) -> None:
     """Large tensors are combined in their results and small ones together, and nothing that was passed changes."""
 
@@ -382,10 +404,8 @@ def test_device_memory_uses_data_group(ranks: Any) -> None:
     def run(state: PartialState) -> Any:
         from slipstream.distributed import codec
 
-        channel = state._channel()
         original = codec._CPU
         codec._CPU = "elsewhere"
-        channel.group_for = lambda tensor: channel.control()
         try:
             me = state.process_index
             data = {"a": torch.full((me + 1, 2), me), "b": torch.tensor([1.5 * me]), "t": [f"r{me}"]}

@@ -26,7 +26,7 @@ import torch
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.call_site import call_site
-from slipstream.distributed.codec import align
+from slipstream.distributed.codec import align, byte_view
 from slipstream.distributed.heartbeat import Heartbeat, format_ranks
 from slipstream.distributed.transport import ConnectionLost, Exchanged, Inline, SocketTransport, WaitCallback
 from slipstream.distributed.wait_monitor import Limits, WaitMonitor, guess_condition
@@ -151,6 +151,7 @@ def _shorten(text: str, begin: int) -> str:
     return f"{what[:40]} ... {what[start : start + 300]} ... at {site}"
 
 
+_COMBINED: Final[dict[str, Callable[..., torch.Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _SLICE = timedelta(milliseconds=200)
 _CPU = CPU.type
 _Array = Any
@@ -266,13 +267,12 @@ class Channel:
 
 
 class GroupChannel(Channel):
-    """The channel of several processes: host memory over sockets, sums of large tensors over a gloo group, device memory over torch's."""
+    """The channel of several processes: host memory travels over sockets, device memory over torch's default group."""
 
     def __init__(
         self,
         *,
         transport: SocketTransport,
-        control: Callable[[], Any],
         data: Any,
         disconnect: Callable[[], bool],
         recording: Callable[[], AbstractContextManager[None]],
@@ -304,8 +304,6 @@ class GroupChannel(Channel):
         """Returns how many collectives torch's default group has begun."""
         heartbeat.count_with(self.count_torch_collectives)
         self.lock = threading.RLock()
-        self._open_control = control
-        self._control: Any = None
         self._disconnect = disconnect
         self._aborting = threading.Lock()
 
@@ -317,24 +315,12 @@ class GroupChannel(Channel):
     def _begin(self, call: CollectiveCall, limits: Limits, patient: bool) -> GuardedCall:
         return _GroupCall(self, call, limits, patient)
 
-    def control(self) -> Any:
-        """Return the gloo group that combines large tensors, opened with the first of them."""
-        if self._control is None:
-            self._control = self._open_control()
-        return self._control
-
-    def group_for(self, tensor: torch.Tensor) -> Any:
-        """Return the control group for host memory, and torch's default group for device memory."""
-        return self.control() if tensor.device.type == _CPU else self.data
-
-    def release(self, reason: str) -> list[Any]:
-        """Close the transport, and return the groups, which the caller closes."""
+    def release(self, reason: str) -> Any:
+        """Close the transport, and return torch's group, which the caller closes."""
         self.broken = self.broken or reason
         self.transport.close()
-        groups = [self._control, self.data]
-        self._control = self.data = None
-        self._open_control = type(None)
-        return groups
+        group, self.data = self.data, None
+        return group
 
     def abort(self, reason: str) -> bool:
         """End this generation by closing its connections, which also ends waits of other ranks in torch collectives.
@@ -428,20 +414,38 @@ class _GroupCall(GuardedCall):
         return found.bodies if place is not None else [array for (array,) in places]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a tensor in device memory."""
         gathered = tensor.new_empty((self._channel.world_size * tensor.numel(),))
         # torch internals: the flat all-gather has no public method on a group object, and `dist.all_gather_into_tensor` takes only
         # groups that torch created by name. Tried on torch 2.13; tests/distributed/test_collectives.py notices. It can go when
         # ProcessGroup.all_gather_into_tensor is public.
-        self._wait(self._channel.group_for(tensor)._allgather_base(gathered, tensor))
+        self._wait(self._channel.data._allgather_base(gathered, tensor))
         return gathered
 
     def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
+        if tensor.device.type == _CPU:
+            self._all_reduce_host(tensor, _COMBINED[operation])
+            return
         options = torch.distributed.AllreduceOptions()
         options.reduceOp = getattr(torch.distributed.ReduceOp, operation.upper())
-        self._wait(self._channel.group_for(tensor).allreduce([tensor], options))
+        self._wait(self._channel.data.allreduce([tensor], options))
+
+    def _all_reduce_host(self, tensor: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:
+        def add(where: slice, received: _Array) -> None:
+            if not received.size:
+                return
+            own = tensor[where.start // unit : where.stop // unit]
+            combine(own, torch.from_numpy(received).view(tensor.dtype), out=own)
+
+        unit = tensor.element_size()
+        data = numpy.frombuffer(byte_view(tensor), dtype=numpy.uint8)
+        self._run(lambda: self._channel.transport.all_reduce(data, add, self._check, unit))
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
-        self._wait(self._channel.group_for(tensor).broadcast([tensor], _root_options(torch.distributed.BroadcastOptions, sender)))
+        """Broadcast a tensor in device memory."""
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = sender
+        self._wait(self._channel.data.broadcast([tensor], options))
 
     def _raise_mismatch(self) -> NoReturn:
         """Exchange descriptions of the calls, and raise; all ranks come here together."""
@@ -521,12 +525,6 @@ def _collective_counter(group: Any) -> Callable[[], int]:
     if len(counters) == 1:
         return counters[0]  # type: ignore[no-any-return]
     return (lambda: sum(counter() for counter in counters)) if counters else count().__next__
-
-
-def _root_options(options: Callable[[], Any], rank: int) -> Any:
-    made = options()
-    made.rootRank = rank
-    return made
 
 
 _CALLABLE_FROM_ANY_LINE = {

@@ -491,8 +491,8 @@ class Heartbeat:
             self._sample()
 
     def _sample(self) -> None:
-        keys = [f"heartbeat/{other}" for other in self.peers]
-        present = [key for key in keys if self._store.check([key])]
+        keys = {f"heartbeat/{other}": peer for other, peer in self.peers.items()}
+        present = [key for key, peer in keys.items() if peer.record or self._store.check([key])]  # once there, a record stays
         for key, data in zip(present, self._store.multi_get(present) if present else [], strict=True):
             self.peers[int(key.rpartition("/")[2])].update(json.loads(data.decode()))
 

@@ -1,10 +1,10 @@
 """Open, close and reopen the process group, and hold what one process of a job shares (`Runtime`).
 
 The rendezvous store is opened once and kept; each opening of the group is a generation with keys of its own, so nothing that a closed
-group left behind is read again. A generation has torch's default group with the device's backend, for DDP and the user's own calls, and a
-gloo group with our own transport for guarded calls. `StoreFlags` are values in the store that ranks read without a collective, for use
-after one has failed. `Runtime` opens the group when a collective first needs it; settings belong to the state objects, so one object
-never changes another's.
+group left behind is read again. A generation has torch's default group with the device's backend, for DDP, the user's own calls and
+guarded calls with device memory, and a transport of our own for all other guarded calls. `StoreFlags` are values in the store that ranks
+read without a collective, for use after one has failed. `Runtime` opens the group when a collective first needs it; settings belong to
+the state objects, so one object never changes another's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 # torch internals: the stubs of torch.distributed do not export these classes (torch 2.13); mypy notices when they do.
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.config.sources import environment
@@ -301,13 +301,11 @@ class ProcessGroupManager:
             self._announce(store, listener)
             self._meet(store, monitor)
             self._opened = generation  # used up from here on, whatever happens
-            control = cache(partial(self._control_group, store, limits))  # a second group would meet at the addresses of the first
             transport = self._connect(store, listener, monitor)
         data = self._default_group(store, limits, settings.by_device or settings.backend, connections)
         store.add("opened", 1)
         return GroupChannel(
             transport=transport,
-            control=control,
             data=data,
             disconnect=connections.disconnect,
             recording=connections.recording_subgroups,
@@ -362,19 +360,6 @@ class ProcessGroupManager:
         addresses = {other: (place.split()[0], int(place.split()[1])) for other, place in zip(neighbours, places, strict=True)}
         return connect_sockets(rank, world_size, listener, addresses, token.encode(), monitor.check)
 
-    def _control_group(self, store: Store, limits: Limits) -> Any:
-        """Open the gloo group for large payloads; its time limit is longer than ours, so that the wait monitor decides."""
-        limit = timedelta(seconds=max(limits.timeout, 1800.0) + 60.0)
-        place = PrefixStore("control", store), self.process.rank, self.process.world_size
-        if not self.process.one_machine:
-            return ProcessGroupGloo(*place, limit)
-        # torch internals: the options of a gloo group have no public name, and only they keep it on the loopback interface. Tried on torch
-        # 2.13; tests/distributed/test_collectives.py notices. It can go when torch.distributed.new_group takes a gloo device.
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = limit
-        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        return ProcessGroupGloo(*place, options)
-
     def _default_group(self, store: Store, limits: Limits, backend: str, connections: GlooConnections) -> Any:
         if not dist.is_initialized():
             with connections.recording():
@@ -409,9 +394,9 @@ class ProcessGroupManager:
         self._heartbeat.publish()
         self._heartbeat.post("left", generation=channel.generation, site=reason, **told)
         is_broken = channel.broken is not None
-        groups = channel.release(reason)
+        group = channel.release(reason)
         if is_broken:
-            _leak_groups(groups)
+            _leak_group(group)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -469,14 +454,14 @@ def _poll_intervals() -> Iterator[float]:
     yield from itertools.repeat(0.15)
 
 
-def _leak_groups(groups: list[Any]) -> None:
-    """Keep groups alive until the end of the process.
+def _leak_group(group: Any) -> None:
+    """Keep a group alive until the end of the process.
 
     The destructor of a group with an operation that never completes would wait for it, holding the GIL.
     """
     # torch internals: one reference too many keeps the destructor from running. Tried on torch 2.13; tests/distributed/test_lost_ranks.py
     # notices. It can go when the destructor of ProcessGroupGloo does not wait for an aborted operation.
-    for group in filter(None, groups):
+    if group is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

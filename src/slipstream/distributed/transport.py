@@ -49,6 +49,8 @@ _INLINE_TOTAL = 1 << 24
 _READ_AHEAD = 1 << 16
 _RELAY_BYTES = 1 << 22
 """What a rank holds of a stream that is meant for another rank."""
+_REDUCED_BYTES = 1 << 20
+"""How much of a sum is received before it is added: it stays in the cache."""
 _MOST_VIEWS = 64
 _HELLO = struct.Struct("<32sI")
 
@@ -175,6 +177,26 @@ class SocketTransport:
         incoming = [place for distance in range(1, self._world_size) for place in places[(self._rank + distance) % self._world_size]]
         passed_on = [place for distance in range(1, self._world_size - 1) for place in places[(self._rank + distance) % self._world_size]]
         self._hops[0].transfer(_Outgoing([*own, *passed_on], ready=sum(map(len, own))), iter(incoming), check)
+
+    def all_reduce(self, data: _Array, add: Callable[[slice, _Array], None], check: WaitCallback, unit: int) -> None:
+        """Combine the data of all ranks in place, in units of so many bytes that belong together.
+
+        Each rank ends up with one share of the sum: the share of a rank begins at the rank before it and goes round the ring, and every
+        rank on its way adds its own to it with `add(where, received)`. Then the shares are gathered. So all ranks get the same bits.
+        """
+        world, size = self._world_size, len(data) // unit
+        shares = [slice(rank * size // world * unit, (rank + 1) * size // world * unit) for rank in range(world)]
+        piece = max(1, _REDUCED_BYTES // unit) * unit
+        received = numpy.empty(min(piece, len(data)), dtype=numpy.uint8)
+        for step in range(1, world):
+            sent, taken = shares[(self._rank + step) % world], shares[(self._rank + step + 1) % world]
+            for start in range(0, max(sent.stop - sent.start, taken.stop - taken.start), piece):
+                outgoing = data[min(sent.start + start, sent.stop) : min(sent.start + start + piece, sent.stop)]
+                where = slice(min(taken.start + start, taken.stop), min(taken.start + start + piece, taken.stop))
+                incoming = received[: where.stop - where.start]
+                self._hops[0].transfer(_Outgoing([outgoing]), iter([incoming]), check)
+                add(where, incoming)
+        self.all_gather([data[shares[self._rank]]], [[data[share]] for share in shares], check)
 
     def broadcast(self, places: Sequence[_Array], sender: int, check: WaitCallback) -> None:
         """Send the places of one rank to the others, each of which passes on what it has received."""
