@@ -62,10 +62,10 @@ def test_taken_back_when_slower_than_small_pages(monkeypatch: pytest.MonkeyPatch
     """A few slow pages are accepted; once they have cost more than small pages would have, the rest gets small ones, once."""
     advice = Advice(monkeypatch)
     pages = LargePages([memoryview(mmap.mmap(-1, 8 * MEGABYTE))])
-    for _ in range(50):
+    for _ in range(10):
         write(pages, advice, 0.005)
     assert advice.kinds == [mmap.MADV_HUGEPAGE]
-    for _ in range(100):
+    for _ in range(40):
         write(pages, advice, 0.005)
     assert advice.kinds == [mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE]
 
