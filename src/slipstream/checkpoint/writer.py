@@ -407,9 +407,10 @@ def _find_home(path: Path, found: RankFile, homes: Mapping[Path, str]) -> Path |
 
 def _move_into(path: Path, found: RankFile, home: Path, disk: Disk) -> None:
     disk.rename(path, home / found.name)
-    for older in home.glob(f"rank_{found.rank}.{found.stamp}.*"):  # of an earlier save with the same stamp
-        if older.name != found.name:
-            disk.remove(older)
+    own = f"rank_{found.rank}.{found.stamp}."
+    for name in os.listdir(home):  # not by a pattern, which Python would compile for every save
+        if name.startswith(own) and name != found.name:  # of an earlier save with the same stamp
+            disk.remove(home / name)
     disk.sync_folder(home)
     disk.sync_folder(home.parent)
 
