@@ -168,18 +168,20 @@ class Worker:
 
     # -- loading --------------------------------------------------------------------------------------------------------------
 
-    def load(self, libraries: Sequence[str], shape: Shape, path: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-        """Time loading a file into an empty model, all into memory, interleaved; wall and CPU time."""
+    def load(
+        self, libraries: Sequence[str], shape: Shape, path: str, rounds: int, build: bool = False
+    ) -> dict[str, dict[str, list[float]]]:
+        """Time loading a file into an empty model, with `build` also making that model, interleaved; wall and CPU time."""
         found: dict[str, dict[str, list[float]]] = {library: {"wall": [], "cpu": []} for library in libraries}
         for library in libraries:
             with tempfile.TemporaryDirectory() as folder:
                 load_tiny(library, folder)
         for _ in range(rounds):
             for library in libraries:
-                model = made(*shape)
+                model = None if build else made(*shape)
                 gc.collect()
                 wall, cpu = time.perf_counter(), time.process_time()
-                LOAD[library](model, path)
+                LOAD[library](model or made(*shape), path)
                 found[library]["cpu"].append(time.process_time() - cpu)
                 found[library]["wall"].append(time.perf_counter() - wall)
                 del model
@@ -261,7 +263,18 @@ def load_ours(model: torch.nn.Module, path: str) -> None:
     load_checkpoint_and_dispatch(model, path, device_map={"": "cpu"})
 
 
-LOAD: dict[str, Callable[[torch.nn.Module, str], None]] = {"plain": load_plain, "accelerate": load_accelerate, "ours": load_ours}
+def dispatch_ours(model: torch.nn.Module, path: str) -> None:
+    from slipstream import load_checkpoint_and_dispatch
+
+    load_checkpoint_and_dispatch(model, path, device_map=places(model))
+
+
+LOAD: dict[str, Callable[[torch.nn.Module, str], None]] = {
+    "plain": load_plain,
+    "accelerate": load_accelerate,
+    "ours": load_ours,
+    "ours, dispatched": dispatch_ours,
+}
 
 
 def load_tiny(library: str, folder: str) -> None:

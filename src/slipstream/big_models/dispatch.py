@@ -192,6 +192,7 @@ class Dispatcher:
         self._offload_buffers, self._skip_keys = offload_buffers, skip_keys
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._blocks = {name: whole for name, whole in blocks.items() if is_called(self._modules[name])}
+        self._slots = {name: list(find_slots(self._modules[name], whole)) for name, whole in self._blocks.items()}
         self._folder, self._given_folder = folder, folder
         self._temporary: list[_TemporaryFolder] = []
         self._earlier = _find_offloaded_weights(model)
@@ -272,7 +273,7 @@ class Dispatcher:
 
     def _keep_unreached(self, tensors: Iterable[ModuleTensor]) -> None:
         """Keep weights of modules that are never called, such as a ParameterList, in memory: no hook could load them."""
-        reached = {id(slot.tensor) for name, whole in self._blocks.items() for slot in find_slots(self._modules[name], whole)}
+        reached = {id(slot.tensor) for slots in self._slots.values() for slot in slots}
         if left := [tensor for tensor in tensors if tensor.offloaded and not any(id(slot.tensor) in reached for slot in tensor.slots)]:
             for tensor in left:
                 tensor.offloaded = False
@@ -326,8 +327,8 @@ class Dispatcher:
         """Return the offloaded tensors of each block. A tensor that is tied across blocks belongs to all of them."""
         by_id = {id(slot.tensor): tensor for tensor in tensors if tensor.offloaded for slot in tensor.slots}
         found: dict[str, list[ModuleTensor]] = {}
-        for name, whole in self._blocks.items():
-            inside = (by_id.get(id(slot.tensor)) for slot in find_slots(self._modules[name], whole))
+        for name, slots in self._slots.items():
+            inside = (by_id.get(id(slot.tensor)) for slot in slots)
             found[name] = list({id(tensor): tensor for tensor in inside if tensor is not None}.values())
         return found
 

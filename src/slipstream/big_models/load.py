@@ -172,12 +172,9 @@ def load_by_device_map(
     total = sum(tensor.value.nbytes if tensor.is_copied else tensor.nbytes for tensor in tensors if tensor.is_copied or tensor.is_written)
     with bar(total, "loading", "B") as shown, torch.no_grad():
         written = _write_converted(to_write, options.folder, shown.update) if options.folder is not None else {}
-        index = {
-            slot.name: _index_entry(tensor, written, options.folder)
-            for tensor in tensors
-            if tensor.target is None
-            for slot in tensor.slots
-        }
+        paths = {file.where: str(Path(file.where).absolute()) for file in files}
+        offloaded = [tensor for tensor in tensors if tensor.target is None]
+        index = {slot.name: _index_entry(tensor, written, options.folder, paths) for tensor in offloaded for slot in tensor.slots}
         _place_tensors(tensors, shown.update)
     return LoadedWeights(report, index, written)
 
@@ -341,14 +338,16 @@ def _write_converted(tensors: Sequence[_LoadedTensor], folder: Path, done: Calla
     return write_offload_files(folder, files, done=finish, argument="offload_folder")
 
 
-def _index_entry(tensor: _LoadedTensor, written: Mapping[str, dict[str, Any]], folder: Path | None) -> dict[str, Any]:
+def _index_entry(
+    tensor: _LoadedTensor, written: Mapping[str, dict[str, Any]], folder: Path | None, paths: Mapping[str, str]
+) -> dict[str, Any]:
     if tensor.is_written:
         assert folder is not None
         found = written[tensor.name]
         return {**found, "safetensors_file": str(folder.absolute() / found["safetensors_file"])}
     assert tensor.origin is not None
     file, name = tensor.origin
-    return make_index_entry(str(Path(file.where).absolute()), name, tensor.wanted, tensor.value.shape)
+    return make_index_entry(paths[file.where], name, tensor.wanted, tensor.value.shape)
 
 
 def _why_written(tensor: _LoadedTensor) -> str:
@@ -496,10 +495,11 @@ def load_checkpoint_and_dispatch(
         warn_unknown_classes(inner, no_split_module_classes, "no_split_module_classes")
         _warn_unused({"max_memory": max_memory}, "with a device map that is a dict")
     path, device_map = check_local_path(checkpoint, "checkpoint"), _checked_mapping(device_map)
-    found = _load(inner, path, device_map, options)
-    whole = [*(preload_module_classes or ()), *parse_class_names(no_split_module_classes)]
-    sources = {"index": found.index, "folder": options.folder, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
-    dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), whole, force_hooks, limit, **sources)
+    with _gc_paused():
+        found = _load(inner, path, device_map, options)
+        whole = [*(preload_module_classes or ()), *parse_class_names(no_split_module_classes)]
+        sources = {"index": found.index, "folder": options.folder, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
+        dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), whole, force_hooks, limit, **sources)
     return model
 
 

@@ -174,7 +174,7 @@ def _entry(name: str, described: Any, where: str) -> TensorEntry:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+    return type(value) is int and 0 <= value <= _LARGEST
 
 
 def _check_order(entries: list[TensorEntry], size: int, where: str) -> None:

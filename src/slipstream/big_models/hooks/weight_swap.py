@@ -448,7 +448,9 @@ class WeightSwapper:
             self._arrive()
         with self._lock:
             if not self._held:
-                self._take()
+                # torch internals: placeholders are looked at here, not computed with. torch 2.13; test_weight_store.py notices a change.
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._put_in_place(self._bundle.take())
                 self._held = True
             if counted or self._count:
                 self._count += 1
@@ -509,13 +511,9 @@ class WeightSwapper:
         """Return whether a tensor shares memory with one in place now."""
         return any(share_memory(made[0], tensor) for made in self._now)
 
-    def _take(self) -> None:
-        # torch internals: placeholders are looked at here, not computed with. torch 2.13; test_weight_store.py notices a change.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._put_in_place(self._bundle.take())
-
     def _put_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
         now: list[_InstalledValue] = []
+        versions: list[int] = []
         graph = torch.is_grad_enabled()
         try:
             if not self._seen:
@@ -532,19 +530,19 @@ class WeightSwapper:
                 if made is None or made[2] is not placeholder.dtype or made[3] is not trained:
                     made = self._make(slot, tensor, trained)
                 now.append(made)
+                versions.append(made[0]._version if made[1] else 0)
                 if alone:
                     continue
                 store[key] = made[0]
                 if slot.also:
                     slot.put(made[0])
-            self._versions = [made[0]._version if made[1] else 0 for made in now]
         except BaseException:
             for slot, made in zip(self._slots, now, strict=False):
                 if slot.first[0].get(slot.first[1]) is made[0]:
                     slot.put(slot.first[2])
             self._bundle.give_back()
             raise
-        self._now, self._tensors = now, tensors
+        self._now, self._versions, self._tensors = now, versions, tensors
 
     def _restore_placeholders(self) -> None:
         for slot, (value, address, _, _), version in zip(self._slots, self._now, self._versions, strict=True):

@@ -231,6 +231,9 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return sum(key.startswith(self.prefix) for key in self.dataset)
 
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset  # without it a Mapping would read the tensor
+
     def __getattr__(self, name: str) -> Any:
         if name != "bundle" or not hasattr(self.__dict__.get("dataset"), "bundle"):
             raise AttributeError(f"a PrefixedDataset has no {name}")
