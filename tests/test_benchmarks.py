@@ -290,6 +290,13 @@ def test_figures_of_the_readme_have_commands():
     assert [row for row in rows if not row.endswith("` |") or "| `python benchmarks/" not in row] == []
 
 
+def test_missed_goals_have_reasons():
+    """Every goal of the page's first table that is missed has its reason."""
+    results = page.read_results()
+    rows = [(case["case"], page._case(results, case)) for case in results.cases["issue"]]
+    assert [case for case, (*_, verdict, reason, _) in rows if verdict == "**missed**" and not reason] == []
+
+
 def test_cases_are_of_groups():
     """Every chosen figure names a group of `run.py`."""
     chosen = [case for cases in page.read_results().cases.values() for case in cases]
