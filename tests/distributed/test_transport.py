@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 
-from slipstream.distributed.codec import align
+from slipstream.distributed.guard import align
 from slipstream.distributed.transport import (
     ConnectionLost,
     Exchanged,

@@ -29,19 +29,10 @@ from slipstream.devices.table import CPU
 from slipstream.distributed.pytree import children, flatten, is_namedtuple, is_node, map_leaves
 
 __all__ = [
-    "Entries", "PackedTensor", "align", "as_tensor", "byte_view", "convert_number", "decode", "describe_tensor", "empty_host_tensor",
+    "Entries", "PackedTensor", "as_tensor", "byte_view", "convert_number", "decode", "describe_tensor", "empty_host_tensor",
     "encode", "is_entries", "is_items", "is_plain_tensor", "is_tensor_leaf", "pack_object", "tensor_from_bytes", "tensor_from_chunks",
     "unpack_object",
 ]
-
-
-def align(position: int) -> int:
-    """Return the next position at which a tensor of any type may begin.
-
-    >>> align(16), align(17)
-    (16, 32)
-    """
-    return -(-position // 16) * 16
 
 
 def empty_host_tensor(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:

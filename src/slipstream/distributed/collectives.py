@@ -20,7 +20,6 @@ import torch
 from slipstream.distributed import codec, pytree
 from slipstream.distributed.codec import (
     PackedTensor,
-    align,
     as_tensor,
     byte_view,
     convert_number,
@@ -31,7 +30,7 @@ from slipstream.distributed.codec import (
     pack_object,
     unpack_object,
 )
-from slipstream.distributed.guard import Body, BodyReader, Channel, GuardedCall, Limits, announce_failure, check_rank, make_call
+from slipstream.distributed.guard import Body, BodyReader, Channel, GuardedCall, Limits, align, announce_failure, check_rank, make_call
 from slipstream.distributed.heartbeat import format_ranks
 from slipstream.errors import MismatchError
 

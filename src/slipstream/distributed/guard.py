@@ -26,9 +26,9 @@ import torch
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.call_site import call_site
-from slipstream.distributed.codec import align, byte_view
+from slipstream.distributed.codec import byte_view
 from slipstream.distributed.heartbeat import Heartbeat, format_ranks
-from slipstream.distributed.transport import ConnectionLost, Exchanged, Inline, SocketTransport, WaitCallback
+from slipstream.distributed.transport import ALIGNMENT, ConnectionLost, Exchanged, Inline, SocketTransport, WaitCallback
 from slipstream.distributed.wait_monitor import Limits, WaitMonitor, guess_condition
 from slipstream.errors import DistributedOperationException, MismatchError, StateError
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from slipstream.observability.timing.meter import Meter
 
 __all__ = [
-    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "Place",
+    "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "Place", "align",
     "announce_failure", "check_rank", "explain_mismatch", "make_call", "wait_in_slices",
 ]
 
@@ -160,6 +160,15 @@ _Array = Any
 
 Place = Callable[[list[_Array]], Sequence[Sequence[_Array]]]
 """Given what leads the bodies of all ranks, returns for each rank the arrays that take the parts of its body behind that."""
+
+
+def align(position: int) -> int:
+    """Return the next position at which a tensor of any type may begin.
+
+    >>> align(16), align(17)
+    (16, 32)
+    """
+    return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 class Body:

@@ -30,10 +30,9 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from slipstream.distributed.codec import align
-
 __all__ = [
-    "ConnectionLost", "Exchanged", "GlooConnections", "Inline", "SocketTransport", "WaitCallback", "connect_sockets", "find_neighbours",
+    "ALIGNMENT", "ConnectionLost", "Exchanged", "GlooConnections", "Inline", "SocketTransport", "WaitCallback", "connect_sockets",
+    "find_neighbours",
 ]
 
 
@@ -60,6 +59,8 @@ _HEADER = struct.Struct("<II24sQQ")
 _ENTRY = struct.Struct("<IIQ")
 """A rank that has a body: the rank, how many bytes of it are in this message and whether these are all, and how many follow if not."""
 _WHOLE = 1 << 31
+ALIGNMENT = 16
+"""Every body in a message begins at a multiple of this, so that a tensor of any type may begin there."""
 _EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -88,7 +89,7 @@ class Inline(NamedTuple):
     """What a rank sends of its body with the fingerprint."""
 
     data: bytearray
-    """It is as long as `align(size)`, so that what follows it is aligned too."""
+    """It ends at a multiple of `ALIGNMENT`, so that what follows it is aligned too."""
     size: int
     is_whole: bool
 
@@ -152,7 +153,7 @@ class SocketTransport:
         """Return what is known of the first so many ranks: the last hop would bring ranks twice if their number is no power of two."""
         entries = [(inline & ~_WHOLE, (rank - self._rank) % self._world_size < wanted) for rank, inline, _ in _ENTRY.iter_unpack(table)]
         kept = sum(is_wanted for _, is_wanted in entries)
-        size = sum(align(inline) for inline, is_wanted in entries if is_wanted)
+        size = sum(_room(inline) for inline, is_wanted in entries if is_wanted)
         return table[: kept * _ENTRY.size], _first_bytes(bodies, size)
 
     def _by_rank(self, agreed: bool, table: bytes, bodies: list[Any]) -> Exchanged:
@@ -167,7 +168,7 @@ class SocketTransport:
                 while position == len(part):
                     part, position = numpy.frombuffer(next(parts), dtype=numpy.uint8), 0
                 found[rank] = part[position : position + size]
-                position += align(size)
+                position += _room(size)
         return Exchanged(agreed, complete, found, following)
 
     # -- large: along the ring ------------------------------------------------------------------------------------
@@ -229,6 +230,11 @@ class SocketTransport:
     def close(self) -> None:
         for peer in self._peers.values():
             peer.connection.close()
+
+
+def _room(size: int) -> int:
+    """Return how many bytes a body takes in a message."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _first_bytes(parts: Iterable[Any], size: int) -> list[Any]:
