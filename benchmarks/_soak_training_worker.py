@@ -73,8 +73,8 @@ class Records:
             file.write(json.dumps(facts) + "\n")
 
     def sample_usage(self, steps: int) -> None:
-        process = f"{self.launch}.{self.attempt}.{self.rank}"
-        self.append(f"usage-{self.rank}.jsonl", kind="worker", process=process, work=steps, **usage(self._process))
+        process, role = f"{self.launch}.{self.attempt}.{self.rank}", f"{self.rank} of {os.environ['GROUP_WORLD_SIZE']} machines"
+        self.append(f"usage-{self.rank}.jsonl", process=process, role=role, work=steps, **usage(self._process))
 
     def until(self) -> float:
         try:

@@ -151,7 +151,8 @@ class Soak:
                 except (psutil.Error, OSError):
                     continue
                 work = max(0, self.job.attempt()) if kind == "launcher" else self.job.step()
-                self.samples[kind].append({"process": f"{popen.pid}.{index}", "work": work, **held})
+                role = f"{index} of {self.job.machines} machines"
+                self.samples[kind].append({"process": f"{popen.pid}.{index}", "role": role, "work": work, **held})
 
     def sample_job(self) -> None:
         """Sample what belongs to no single process."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
-MEASURES = {"rss": "MB", "files": "", "threads": "", "children": ""}
-"""What is fitted, with units. Resident memory includes the pages that a worker shares with its launcher, so that it does not grow when the
-worker writes to one of them, as its private memory does."""
+MEASURES = {"memory": "MB", "files": "", "threads": "", "children": ""}
+"""What is fitted, with units. Memory is the anonymous one: pages of files come and go with the load of the machine. It includes the pages
+that a worker shares with its launcher, so that it does not grow when the worker writes to one of them, as its private memory does."""
 LIMITS = {"MB": 10.0, "": 1.0}
 """Growth per hour that would be noticed in a run of a week, by unit."""
 KEEPS_DATA = {("watch", "MB"): 40.0}
@@ -33,12 +33,20 @@ def usage(process: psutil.Process) -> dict[str, Any]:
     return {
         "time": time.time(),
         "private": memory.uss / 1e6,
-        "rss": memory.rss / 1e6,
+        "memory": _anonymous(process.pid) / 1e6,
         "files": process.num_fds(),
         "threads": process.num_threads(),
         "children": len(process.children()),
         "zombies": sum(child.status() == psutil.STATUS_ZOMBIE for child in process.children()),
     }
+
+
+def _anonymous(pid: int) -> int:
+    """Return the bytes of anonymous memory of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    return 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,10 @@ def fit(groups: Iterable[Sequence[tuple[float, float]]]) -> tuple[float, float, 
 
 
 def slopes(kind: str, samples: Sequence[dict[str, Any]], *, warm_up: float) -> list[Slope]:
-    """Return the growth of one kind of process, without the samples of each process before it has done `warm_up` of its work."""
+    """Return the growth of one kind of process, without the samples of each process before it has done `warm_up` of its work.
+
+    Processes are compared with those of the same `role`: rank 0 holds more than the others.
+    """
     found = []
     by_process: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
@@ -109,8 +120,11 @@ def slopes(kind: str, samples: Sequence[dict[str, Any]], *, warm_up: float) -> l
     for what, unit in MEASURES.items():
         within = fit([[(one["time"] / 3600, one[what]) for one in group] for group in by_process.values()])
         found.append(_slope(kind, what, unit, "within", within))
-        level = [(one["time"] / 3600, one[what]) for one in firsts if one["work"] <= 1.5 * same + 1]
-        found.append(_slope(kind, what, unit, "process to process", fit([level])))
+        levels: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for one in firsts:
+            if one["work"] <= 1.5 * same + 1:
+                levels[one.get("role", "")].append((one["time"] / 3600, one[what]))
+        found.append(_slope(kind, what, unit, "process to process", fit(levels.values())))
     return found
 
 

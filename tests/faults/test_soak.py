@@ -24,7 +24,7 @@ def samples(per_hour: float, *, processes: int = 6, noise: float = 0.0) -> list[
     chance = random.Random(0)
     return [
         {"process": str(process), "work": minute, "time": 600.0 * process + 60.0 * minute, "files": 30, "threads": 6, "children": 1}
-        | {"rss": 300.0 + per_hour * minute / 60 + chance.gauss(0, noise) + (10 if minute < 2 else 0)}
+        | {"memory": 300.0 + per_hour * minute / 60 + chance.gauss(0, noise) + (10 if minute < 2 else 0)}
         for process in range(processes)
         for minute in range(10)
     ]
@@ -42,10 +42,10 @@ def test_examples_in_docstrings() -> None:
 def test_growth_within_processes() -> None:
     """Growth that begins anew with every process is found, whatever the noise, and the warm-up is left out."""
     found = soak_usage.slopes("worker", samples(60.0, noise=0.2), warm_up=2)
-    within = slope(found, "rss", "within")
+    within = slope(found, "memory", "within")
     assert within.grows
     assert within.per_hour == pytest.approx(60.0, rel=0.1)
-    assert not slope(found, "rss", "process to process").grows
+    assert not slope(found, "memory", "process to process").grows
     assert not slope(found, "files", "within").grows
 
 
@@ -55,6 +55,12 @@ def test_growth_from_process_to_process() -> None:
     found = soak_usage.slopes("worker", inherited, warm_up=2)
     assert slope(found, "files", "process to process").grows
     assert not slope(found, "files", "within").grows
+
+
+def test_roles_are_compared_with_themselves() -> None:
+    """A rank that holds more than another is no growth, whichever comes later."""
+    roles = [{**sample, "role": str(int(sample["process"]) // 3), "files": 30 + int(sample["process"]) // 3} for sample in samples(0.0)]
+    assert slope(soak_usage.slopes("worker", roles, warm_up=2), "files", "process to process").per_hour == 0
 
 
 def test_noise_is_no_growth() -> None:
