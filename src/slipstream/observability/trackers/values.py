@@ -143,11 +143,11 @@ def _device_scalars(values: Iterable[Any], levels: int) -> list[Any]:
     """Return the tensors of one element that are on a device, also of nested dicts; no names are made on the way."""
     found: list[Any] = []
     for value in values:
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or getattr(value, "is_cpu", None) is True:
             continue
         if isinstance(value, Mapping):
             found += _device_scalars(value.values(), levels - 1) if levels else ()
-        elif not getattr(value, "is_cpu", True) and _is_device_scalar(value):
+        elif _is_device_scalar(value):
             found.append(value)
     return found
 
@@ -155,7 +155,7 @@ def _device_scalars(values: Iterable[Any], levels: int) -> list[Any]:
 def _is_device_scalar(value: Any) -> bool:
     import torch
 
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() == 1 and not value.is_meta
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() == 1 and not value.is_cpu and not value.is_meta
 
 
 def _replace(values: Mapping[str, Any], found: Mapping[int, Any], levels: int) -> dict[str, Any]:
