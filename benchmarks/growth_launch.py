@@ -2,10 +2,10 @@
 
     python benchmarks/growth_launch.py [--quick] [--json FILE] [--draw]
 
-Wall and CPU time of the whole command, the best of three rounds in which both launchers alternate; and in a run of its own, because
-reading it takes time, the memory of a worker at the barrier: its proportional share (PSS), where a page that several processes share
-counts for each of them by its part. On few cores the workers take turns, so that the time of a worker is CPU time. torchrun starts an
-interpreter with torch for each worker, which takes 0.2 GB: it goes as far as half of the free memory lets it.
+Wall and CPU time of the whole command, the best of three rounds in which both launchers alternate (up to 8 workers; one round for more).
+In a run of its own, because reading it takes time, the memory of a worker at the barrier: its proportional share (PSS), where a page
+that several processes share counts for each of them by its part. On few cores the workers take turns, so that the time of a worker is
+CPU time. torchrun starts an interpreter with torch for each worker, which takes 0.2 GB: it goes as far as half of the free memory lets it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from figures import slipstream, timed
 
 WORKERS = (2, 4, 8, 16, 32)
 ROUNDS = 3
+MANY = 8
+"""Workers of which one round is enough: a start takes a minute."""
 OURS, TORCHRUN = "slipstream launch", "torchrun"
 BYTES_OF_AN_INTERPRETER = 250e6
 """With torch imported."""
@@ -74,7 +76,8 @@ def measure(quick: bool) -> list[Growth]:
             timed(command(2))  # files are in the page cache and compiled
         for workers in sizes:
             measured = {name: command(workers) for name, command in starts.items() if fits(name, workers)}
-            times = [{name: timed(command) for name, command in measured.items()} for _ in range(1 if quick else ROUNDS)]
+            rounds = 1 if quick or workers > MANY else ROUNDS
+            times = [{name: timed(command) for name, command in measured.items()} for _ in range(rounds)]
             for name, command in measured.items():
                 points["wall"][name].append((workers, min(turn[name][0] for turn in times)))
                 points["cpu"][name].append((workers, min(turn[name][1] for turn in times)))

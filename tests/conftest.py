@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from slipstream.devices.packages import TORCH_OF, is_torch_version
 from slipstream.testing.standin.build import cache_folder
 
 pytest_plugins = ["slipstream.testing.plugin", "pytester"]
@@ -77,6 +79,18 @@ def pytest_collection_finish() -> None:
 def rounds(request: pytest.FixtureRequest) -> Callable[..., int]:
     """`rounds(ci=3, soak=50)`: how often to repeat, by where we are."""
     return lambda *, ci, soak: soak if request.config.getoption("--soak") else ci
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Skip a test of what needs a later torch than the installed one, as the error says that it raised."""
+    try:
+        return (yield)
+    except Exception as error:
+        for feature, (version, _) in TORCH_OF.items():
+            if f"{feature} needs torch {version} or later" in str(error) and not is_torch_version(">=", version):
+                pytest.skip(f"{feature} needs torch {version} or later")
+        raise
 
 
 def _has_standin() -> bool:

@@ -69,6 +69,17 @@ def test_nightly_torch_is_release(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_torch_version("==", "2.14")
 
 
+def test_sharded_training_on_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature that needs a later torch says so, with the versions and what to do; it does not fail inside torch."""
+    from slipstream import Accelerator, FullyShardedDataParallelPlugin
+
+    monkeypatch.setattr(packages, "version_of", lambda name: "2.12.1+cpu")
+    with pytest.raises(ConfigError, match=r"needs torch 2\.13 or later, and torch 2\.12\.1\+cpu is installed\.\nTrain with replicas"):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    monkeypatch.setattr(packages, "version_of", lambda name: "2.13.0")
+    packages.require_torch("Sharded training (FSDP)")
+
+
 def test_every_check_has_row() -> None:
     """Every question has a row and an matching name."""
     for name in PACKAGES:

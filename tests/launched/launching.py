@@ -48,6 +48,7 @@ class Running:
 
     def finish(self) -> Finished:
         out, err = self.process.communicate(timeout=PATIENCE)
+        out = "".join(line for line in out.splitlines(keepends=True) if not line.startswith("[Gloo]"))  # torch 2.8 prints these
         return Finished(self.process.returncode, out, err)
 
 

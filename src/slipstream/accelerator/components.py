@@ -24,6 +24,7 @@ from slipstream.config.schema import Parallelism, Sharding
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration, DataRank
 from slipstream.devices import rng
+from slipstream.devices.packages import require_torch
 from slipstream.devices.table import RNGType
 from slipstream.distributed import collectives
 from slipstream.distributed.gradient_state import GradientState
@@ -243,6 +244,7 @@ def assemble_components(
 
 def _choose_strategy(state: AcceleratorState, handlers: HandlerSet, ledger: Ledger, sharding: ShardingSetup | None) -> Strategy:
     if sharding is not None:
+        require_torch("Sharded training (FSDP)")
         from slipstream.strategies.fsdp import FSDPStrategy, UnshardedStrategy  # imported where models are sharded
 
         if handlers.ddp is not None:

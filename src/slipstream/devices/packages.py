@@ -14,18 +14,19 @@ import logging
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "PACKAGES", "Package", "compare_versions", "deepspeed_required", "import_quietly", "installed", "is_4bit_bnb_available",
+    "PACKAGES", "Package", "TORCH_OF", "compare_versions", "deepspeed_required", "import_quietly", "installed", "is_4bit_bnb_available",
     "is_8bit_bnb_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_fp8_available", "is_numpy_available",
     "is_pippy_available", "is_torch_distributed_available", "is_torch_version", "is_transformer_engine_mxfp8_available",
-    "is_weights_only_available", "parse_version", "silence_libraries", "torchao_required", "version_of",
+    "is_weights_only_available", "parse_version", "require_torch", "silence_libraries", "torchao_required", "version_of",
 ]
 
 
@@ -147,6 +148,21 @@ def is_torch_version(operation: str, version: str) -> bool:
         raise ConfigError("torch is not installed; install it first")
     match = _VERSION.fullmatch(found)
     return compare_versions(match["release"] if match else found, operation, version)
+
+
+TORCH_OF: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "Sharded training (FSDP)": ("2.13", "Train with replicas instead: leave out use_fsdp, fsdp_plugin and dp_shard_size."),
+    }
+)
+"""What needs a later torch than the rest of this package: the earliest version with the parts that it uses, and what to do without it."""
+
+
+def require_torch(feature: str) -> None:
+    """Raise if the installed torch is too old for a feature of `TORCH_OF`; everything else runs on torch 2.8."""
+    version, instead = TORCH_OF[feature]
+    if not is_torch_version(">=", version):
+        raise ConfigError(f"{feature} needs torch {version} or later, and torch {version_of('torch')} is installed.\n{instead}")
 
 
 # --- packages ----------------------------------------------------------------------------------------------------------------

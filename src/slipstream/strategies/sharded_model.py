@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -146,11 +145,13 @@ class ShardedModel:
 
     def watch_communication(self, watch: Callable[[str], AbstractContextManager[Any]]) -> None:
         """Run the waits for gathered parameters and scattered gradients in blocks of `watch`, which is told the name of the block."""
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter  # torch 2.9 and later
+
         model = self.model()
         for name, module in [] if model is None else model.named_modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_WatchedAllGather(watch, f"gather {name}"))
-                module.set_custom_reduce_scatter(_WatchedReduceScatter(watch, f"scatter {name}"))
+                module.set_custom_all_gather(_watched(DefaultAllGather, watch, f"gather {name}"))
+                module.set_custom_reduce_scatter(_watched(DefaultReduceScatter, watch, f"scatter {name}"))
 
     def with_gradients(self) -> list[str]:
         """Return the names of the parameters that have gradients."""
@@ -305,24 +306,15 @@ def _broadcast_buffers(modules: Sequence[torch.nn.Module]) -> None:
             buffer.copy_(piece.view_as(buffer))
 
 
-class _WatchedCall:
-    """A collective of torch's FSDP2, run in a block of `watch`, which is told what it is for."""
+def _watched(kind: type[Any], watch: Callable[[str], AbstractContextManager[Any]], label: str) -> Any:
+    """Return a collective of torch's FSDP2 that runs in a block of `watch`, which is told what it is for."""
 
-    def __init__(self, watch: Callable[[str], AbstractContextManager[Any]], label: str) -> None:
-        self._watch = watch
-        self._label = label
+    class Watched(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with watch(label):
+                return super().__call__(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch(self._label):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-
-class _WatchedAllGather(_WatchedCall, DefaultAllGather):
-    """torch's own all-gather, watched."""
-
-
-class _WatchedReduceScatter(_WatchedCall, DefaultReduceScatter):
-    """torch's own reduce-scatter, watched."""
+    return Watched()
 
 
 def _distribute_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *details: Any) -> None:
