@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +97,53 @@ def test_rendezvous_settings_checked():
         settings("time_out=3")
     with pytest.raises(ConfigError, match="not a number of seconds"):
         settings("timeout=soon")
+
+
+EXIT_FUNCTIONS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+int __cxa_atexit(void (*function)(void *), void *argument, void *handle) {
+    int (*real)(void (*)(void *), void *, void *) = dlsym(RTLD_NEXT, "__cxa_atexit");
+    char name[32] = {0};
+    prctl(PR_GET_NAME, name);
+    if (strncmp(name, "pt_tcpstore", 11) == 0 && write(2, "late\\n", 5) < 0) return 1;
+    return real(function, argument, handle);
+}
+"""
+REQUESTS = """
+import os, socket, threading, time
+from datetime import timedelta
+from slipstream.launch.store import open_listener, serve_store
+listener, address = open_listener("127.0.0.1", None)
+store = serve_store(listener, address)
+os.write(2, b"served\\n")
+socket.create_connection((address.host, address.port)).close()
+other = store.clone()
+waiting = threading.Thread(target=lambda: other.get("later"))
+waiting.start()
+time.sleep(0.2)
+for request in (store.set, store.append, lambda key, text: store.compare_set(key, "", text)):
+    request("later", "x")
+waiting.join()
+store.add("count", 1), store.check(["later"]), store.get("later"), store.wait(["later"], timedelta(seconds=5)), store.num_keys()
+store.multi_set(["a", "b"], ["1", "2"]), store.multi_get(["a", "b"]), store.delete_key("a")
+print("answered", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs a C compiler, and Linux")
+def test_server_set_up_before_forks(tmp_path: Path):
+    """The thread of the store takes no lock of the C library any more once the store is served: a fork would copy it taken."""
+    source, library = tmp_path / "exit_functions.c", tmp_path / "exit_functions.so"
+    source.write_text(EXIT_FUNCTIONS)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", REQUESTS], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.splitlines()[-1:] == ["answered"], done.stderr
+    before, after = done.stderr.split("served")
+    assert "late" in before, "the lock is no longer taken in this thread: `_initialize_server` can go"
+    assert "late" not in after

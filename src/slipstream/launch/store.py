@@ -110,7 +110,29 @@ def serve_store(listener: socket.socket, address: StoreAddress) -> TCPStore:
     bound = listener.getsockname()[0]
     host = "127.0.0.1" if bound == "0.0.0.0" else bound
     with silence_stderr():  # torch warns about addresses without a name, which are correct
-        return TCPStore(host, address.port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
+        store = TCPStore(host, address.port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
+    _initialize_server(store)
+    return store
+
+
+def _initialize_server(store: TCPStore) -> None:
+    """Make a request of each kind that workers make first, so that the server's thread has set itself up before a worker is forked.
+
+    A static object that this thread makes on a first request takes a lock of the C library, that of functions to call at exit. A worker
+    forked in that moment has the lock taken for ever, and hangs when torch makes such an object in it.
+    """
+    # torch internals: the first `get` makes an object in the thread of the server (torch 2.13, glibc 2.36).
+    # tests/launch/test_launch_store.py notices others. It can go when the server makes nothing late, or the C library resets the lock.
+    key = "server"
+    store.set(key, "")
+    store.add(f"{key}/count", 1)
+    store.get(key)
+    store.wait([key], timedelta(seconds=60))
+    store.check([key])
+    store.compare_set(key, "", "")
+    store.multi_get([key])
+    store.delete_key(key)
+    store.delete_key(f"{key}/count")
 
 
 def connect_store(
