@@ -441,8 +441,6 @@ class _GroupCall(GuardedCall):
 
     def _all_reduce_host(self, tensor: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:
         def add(where: slice, received: _Array) -> None:
-            if not received.size:
-                return
             own = tensor[where.start // unit : where.stop // unit]
             combine(own, torch.from_numpy(received).view(tensor.dtype), out=own)
 

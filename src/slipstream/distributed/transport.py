@@ -189,14 +189,16 @@ class SocketTransport:
         shares = [slice(rank * size // world * unit, (rank + 1) * size // world * unit) for rank in range(world)]
         piece = max(1, _REDUCED_BYTES // unit) * unit
         received = numpy.empty(min(piece, len(data)), dtype=numpy.uint8)
+
+        def add_pieces(share: slice) -> Iterator[_Array]:
+            for start in range(share.start, share.stop, piece):
+                where = slice(start, min(start + piece, share.stop))
+                yield received[: where.stop - start]
+                add(where, received[: where.stop - start])
+
         for step in range(1, world):
             sent, taken = shares[(self._rank + step) % world], shares[(self._rank + step + 1) % world]
-            for start in range(0, max(sent.stop - sent.start, taken.stop - taken.start), piece):
-                outgoing = data[min(sent.start + start, sent.stop) : min(sent.start + start + piece, sent.stop)]
-                where = slice(min(taken.start + start, taken.stop), min(taken.start + start + piece, taken.stop))
-                incoming = received[: where.stop - where.start]
-                self._hops[0].transfer(_Outgoing([outgoing]), iter([incoming]), check)
-                add(where, incoming)
+            self._hops[0].transfer(_Outgoing([data[sent]]), add_pieces(taken), check)
         self.all_gather([data[shares[self._rank]]], [[data[share]] for share in shares], check)
 
     def broadcast(self, places: Sequence[_Array], sender: int, check: WaitCallback) -> None:
