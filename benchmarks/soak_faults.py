@@ -118,8 +118,9 @@ def cut(job: Job, fault: Fault) -> float:
 
 def launcher(job: Job, fault: Fault) -> float:
     """kill -9 of a launcher: its workers end with it, the other machine notices, and the job is launched again."""
+    named = [f"achine {fault.victim} "] if job.machines > 1 else []  # "Machine 1 sent no heartbeat", "machine 0 can no longer be reached"
     job.launchers[fault.victim].kill()
-    return _launched_again(job, *(["Machine", "machine"][: job.machines - 1]))
+    return _launched_again(job, *named)
 
 
 KINDS: dict[str, Callable[[Job, Fault], float]] = {
