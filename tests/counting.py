@@ -141,7 +141,7 @@ def count_case(make: Make, plain: Make | None, folder: Path) -> Counts:
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts the collectives of torch's process groups; those of the guard's own gloo group are in the bytes."""
+    """Counts the collectives of torch's process groups; what goes over our own sockets is in the bytes."""
 
     def __init__(self) -> None:
         super().__init__()
