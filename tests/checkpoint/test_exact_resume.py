@@ -65,7 +65,7 @@ def compare_all(folder: Path, every: int, *, by_itself: bool, **options: Any) ->
     for cut in range(0, epoch, every):
         run = begin(seed=11, **options)
         rest, again, ended = go_on(run, folder / f"after_{cut}", None if by_itself else cut + 1)
-        assert rest == came[cut + 1 :], (cut, [i for i, (a, b) in enumerate(zip(rest, came[cut + 1 :], strict=False)) if a != b][:4])
+        assert [str(step) for step in rest] == [str(step) for step in came[cut + 1 :]], cut  # a norm may be nan, which equals nothing
         assert torch.equal(ended, weights), cut
         assert again == seen or not run.accelerator.is_main_process, cut  # registered objects are those of the main process
         run.accelerator.free_memory()
