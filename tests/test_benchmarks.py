@@ -402,6 +402,12 @@ def test_groups_are_scripts():
     assert scripts == {*run.GROUPS.values(), *run.GROWTHS.values()}
 
 
+@pytest.mark.parametrize("group", run.GROUPS)
+def test_groups_are_shown(group):
+    """The figures of every group have their place on the page."""
+    assert f"<!-- measured: figures {group} -->" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "benchmarks").glob("[!_]*.py")))
 def test_scripts_are_documented(name):
     """Every script is named on the page."""
