@@ -7,7 +7,7 @@
     python benchmarks/run.py --quick --save-baseline        make these figures the baseline
     python benchmarks/run.py --list                         the groups, and what each measures
 
-A group that lacks what it compares with (Accelerate, Lightning, chromium) says so and is left out. The soak runs (`kills.py`,
+A group that lacks what it compares with (Accelerate, Lightning, chromium) says so and is left out. The soak runs (`killed_ranks.py`,
 `false_alarms.py`, `soak_restarts.py`) take longer and belong to `make soak`.
 """
 

@@ -36,7 +36,7 @@ def parts(hours: float, results: Path) -> dict[str, list[str]]:
         "tests": ["-m", "pytest", "--soak", "-m", "soak", "--timeout=3600", "--deselect", "tests/faults/test_kills.py"],
         "saves": ["tests/faults/kills.py", "--kills", "1000"],
         "restarts": ["benchmarks/soak_restarts.py", "100"],
-        "kills": ["benchmarks/kills.py", "--kills", "50"],
+        "kills": ["benchmarks/killed_ranks.py", "--kills", "50"],
         "alarms": ["benchmarks/false_alarms.py", "--minutes", "10"],
         "month": ["benchmarks/watch.py", "--month"],
         "training": training,

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 import baseline  # noqa: E402
 import curves  # noqa: E402

@@ -1,6 +1,6 @@
 """Repeated kill -9 of a random rank at a random moment, in jobs of 2 and 4 ranks: how the others react, and what is left behind.
 
-    python benchmarks/kills.py [--kills 20] [--seed 0] [--json FILE]
+    python benchmarks/killed_ranks.py [--kills 20] [--seed 0] [--json FILE]
 
 - every survivor has raised                    within 2 s, naming the rank, the host, the signal and its last collective
 - the launcher has ended, with an exit code    within 5 s, and no process of the job is left
@@ -28,7 +28,7 @@ from figures import Figure, launch, options, percentile, quiet_environment, repo
 
 LIMIT = 60.0
 """Seconds after which a job counts as stuck."""
-COLLECTIVE = re.compile(r"\w+.* number \d+ at _kills_worker\.py:\d+")
+COLLECTIVE = re.compile(r"\w+.* number \d+ at _killed_ranks_worker\.py:\d+")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def kill_once(ranks: int, chance: random.Random) -> Kill:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / "output").open("w") as output:
-            command = launch(ranks, "_kills_worker.py", name)
+            command = launch(ranks, "_killed_ranks_worker.py", name)
             launcher = subprocess.Popen(command, stdout=output, stderr=output, env=quiet_environment())
         try:
             pids = [int(_await_note(folder / f"up-{rank}", launcher)["pid"]) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""The worker of `kills.py` on every rank: collectives of all kinds in an endless loop, and a record of the exception that ends them.
+"""The worker of `killed_ranks.py` on every rank: collectives of all kinds in an endless loop, and a record of the exception that ends them.
 
 The first argument is the folder of the records: `up-RANK` holds the process id once the group is open, `raised-RANK` the time and
 the message of the exception. The worker then fails with it, like a script that catches nothing.
