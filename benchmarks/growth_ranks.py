@@ -14,6 +14,10 @@ from curves import Curve, Growth
 from figures import job
 
 SIZES, QUICK, LARGE = (2, 4, 8, 16, 32), (2, 4, 8), (64, 96)
+NOTE = (
+    "All ranks share the cores of one machine, so this is the work of all of them together: messages in logarithmically many rounds make"
+    " n log n of it. Ranks with cores of their own see the logarithm alone."
+)
 WHAT = {"gather": "a guarded gather of 64 bytes", "barrier": "a guarded barrier"}
 
 
@@ -32,7 +36,7 @@ def measure(quick: bool, large: bool = False) -> list[Growth]:
         return Curve(what, tuple((ranks, by_name[name] * 1e3) for ranks, by_name in found.items()), dashed)
 
     return [
-        Growth(f"ranks-{name}", title, "ranks", "ms", (curve("ours", name), curve("torch", f"{name}, torch", dashed=True)))
+        Growth(f"ranks-{name}", title, "ranks", "ms", (curve("ours", name), curve("torch", f"{name}, torch", dashed=True)), NOTE)
         for name, title in WHAT.items()
     ]
 

@@ -148,6 +148,34 @@ def test_operators_kept_at_exit(tmp_path: Path) -> None:
     assert lines(launch(script)) == ["True False"] * 2
 
 
+GROUPS = """
+import sys, weakref
+from functools import partial
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+other = dist.new_group()
+tell = eval("lambda name, reference: print(name, 'is gone', flush=True)", {})  # it does not hold this program
+watched = {"group of the model": model.process_group, "own group": other, "model": model}
+sys.references = [weakref.ref(entry, partial(tell, name)) for name, entry in watched.items()]
+watched.clear()
+model(torch.ones(1, 2)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.launched
+def test_process_groups_outlive_the_program(tmp_path: Path) -> None:
+    """What a program leaves is finalised, but not its process groups: gloo's threads may be about to let go of a collective.
+
+    The destructor of a group has the interpreter and waits for such a thread, which waits for the interpreter.
+    """
+    script = tmp_path / "groups.py"
+    script.write_text(GROUPS)
+    assert lines(launch(script)) == ["model is gone"] * 2
+
+
 def test_plain_torch_program_preloads_nothing(tmp_path: Path) -> None:
     """A program that does not mention Slipstream does not pay for importing it; a target whose text is unknown does."""
     script = tmp_path / "plain.py"

@@ -168,10 +168,25 @@ def end_interpreter(code: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _flush_files()  # first: the collector may close the buffer of a text file before the text has been written to it
+    _kept = _process_groups()
     sys.modules.pop("__main__", None)
     gc.collect()
     _flush_files()
     os._exit(code)
+
+
+def _process_groups() -> list[Any]:
+    """Return the process groups that the program still holds, itself or in replicas, for the caller to keep.
+
+    torch internals: a thread of gloo's that is done with a collective lets go of it under the lock of its group, and may need the
+    interpreter for it (torch 2.13). If the group goes in that moment, its destructor waits for the lock, and has the interpreter.
+    """
+    torch, replicas = sys.modules.get("torch.distributed"), sys.modules.get("torch.nn.parallel.distributed")
+    if torch is None or replicas is None or not torch.is_available():
+        return []
+    models = [found for found in gc.get_objects() if issubclass(type(found), replicas.DistributedDataParallel)]
+    own = [found for found in vars(sys.modules.get("__main__", sys)).values() if issubclass(type(found), torch.ProcessGroup)]
+    return own + [model.__dict__.get("process_group") for model in models]
 
 
 def _flush_files() -> None:
