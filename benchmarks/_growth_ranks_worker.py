@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _collectives_worker import all_gather_single, seconds
 
 from slipstream import PartialState
-
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the new name, where torch has it
-
-
-def seconds(call: Callable[[], Any], calls: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
 
 
 def main() -> None:

@@ -8,11 +8,9 @@ All checks come before the first change, and what needs memory of a device comes
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +24,7 @@ from slipstream.big_models.hooks.weight_swap import ModuleSlot, ModuleTensor, wr
 from slipstream.big_models.weight_store.offload_folder import group_by_size, save_offload_index, write_offload_files
 from slipstream.big_models.weight_store.store import release_pages
 from slipstream.big_models.weight_store.weights import make_index_entry
+from slipstream.checkpoint.garbage import paused_collection
 from slipstream.checkpoint.model_io import load_weights, parse_dtype
 from slipstream.checkpoint.sharded import is_sharded
 from slipstream.checkpoint.tensor_bytes import dtype_name, memory_identity
@@ -495,7 +494,7 @@ def load_checkpoint_and_dispatch(
         warn_unknown_classes(inner, no_split_module_classes, "no_split_module_classes")
         _warn_unused({"max_memory": max_memory}, "with a device map that is a dict")
     path, device_map = check_local_path(checkpoint, "checkpoint"), _checked_mapping(device_map)
-    with _gc_paused():
+    with paused_collection():
         found = _load(inner, path, device_map, options)
         whole = [*(preload_module_classes or ()), *parse_class_names(no_split_module_classes)]
         sources = {"index": found.index, "folder": options.folder, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
@@ -514,7 +513,7 @@ def _load(
             f"device_map puts {name or 'the whole model'} on the disk: give offload_folder, or call load_checkpoint_and_dispatch, "
             "which needs none where the files can be used as they are."
         )
-    with _gc_paused():
+    with paused_collection():
         found = load_by_device_map(model, find_weights(path), str(path), targets, options)
     if found.written and options.folder is not None:
         save_offload_index(found.written, options.folder)
@@ -525,18 +524,6 @@ def _load(
         if folder_is_needed:
             get_logger(__name__).warning("The model is no longer dispatched: call dispatch_model to place it again.")
     return found
-
-
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pause garbage collection: hundreds of thousands of objects are created and kept, and collections took a third of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _load_options(

@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector while a save or a load makes many objects that all stay.
+"""Pause Python's garbage collector while a save or a load, also of a large model, makes many objects that all stay.
 
 Every collection walks through all of them again and finds nothing: with 50,000 tensors that is half of the time of a save.
 """
