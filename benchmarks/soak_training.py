@@ -313,6 +313,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file, anew after every fault, and the tables beside it (.md)")
     parser.add_argument("--folder", type=Path, help="where to work; by default a temporary folder, removed if all is well")
     options = parser.parse_args()
+    if (options.hours if options.minutes is None else options.minutes) <= 0:
+        parser.error("--hours and --minutes are how long to train: give a number above 0")
     folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
