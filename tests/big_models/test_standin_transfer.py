@@ -57,7 +57,8 @@ def test_next_block_copied_while_one_runs(device: Any) -> None:
         return list(copies), overlaps, in_time, streams, torch.equal(found.cpu(), wanted)
 
     order, overlaps, in_time, streams, equal = device.run(run)[0]
-    assert order[:4] == [1, 2, 3, 4]  # the first block came at the end of the pass before, and may come again for the next one
+    # the first block is copied at the end of a pass, for the next one, by a thread that may be late: before, in or after the logged pass
+    assert [block for block in order if block != 0] == [1, 2, 3, 4]
     assert overlaps == [True] * 4
     assert in_time == [True] * 4
     assert equal
