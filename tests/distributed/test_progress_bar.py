@@ -148,6 +148,7 @@ def test_saving_and_loading_count_every_byte(bars: list[Counting], tmp_path: Pat
 
 
 def test_quantising_counts_layers(bars: list[Counting]) -> None:
+    pytest.importorskip("torchao.quantization")
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)), torch.nn.Linear(64, 2))
     quantize.load_and_quantize_model(model, TorchaoQuantizationConfig(weight_bits=8))
     assert told(bars) == ["quantising"]

@@ -16,6 +16,7 @@ import torch
 
 from slipstream.launch.agent import modules_to_preload, unsafe_fork_reason
 from slipstream.launch.plan import Target
+from slipstream.testing.rank_pool import GLOO_LINES
 
 PROGRAMS = {
     "with an optimizer": ("from torch import optim", True),
@@ -93,8 +94,8 @@ def launch(script: Path, processes: int = 2) -> subprocess.CompletedProcess[str]
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return what the workers printed, without what torch 2.8 prints for each group of gloo."""
-    return [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    """Return what the workers printed."""
+    return GLOO_LINES.sub("", done.stdout).splitlines()
 
 
 @pytest.mark.launched

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.testing.rank_pool import GLOO_LINES
+
 PATIENCE = 60.0
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,8 +50,7 @@ class Running:
 
     def finish(self) -> Finished:
         out, err = self.process.communicate(timeout=PATIENCE)
-        out = "".join(line for line in out.splitlines(keepends=True) if not line.startswith("[Gloo]"))  # torch 2.8 prints these
-        return Finished(self.process.returncode, out, err)
+        return Finished(self.process.returncode, GLOO_LINES.sub("", out), err)
 
 
 def eventually(what: Callable[[], bool], limit: float = PATIENCE) -> bool:

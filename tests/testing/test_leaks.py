@@ -48,6 +48,31 @@ def test_clean_test_passes(session):
     ).assert_outcomes(passed=1)
 
 
+def test_compiler_pool_may_stay(session):
+    """The thread and the processes that torch's compiler keeps are no leak."""
+    session(
+        """
+        import subprocess, sys, threading
+
+        kept, over = [], threading.Event()
+
+        def _read_thread():
+            over.wait()
+
+        _read_thread.__module__ = "torch._inductor.compile_worker.subproc_pool"
+
+        def test_compiles():
+            pool = [sys.executable, "-c", "input()", "site-packages/torch/_inductor/compile_worker/__main__.py"]
+            kept.append(subprocess.Popen(pool, stdin=subprocess.PIPE))
+            threading.Thread(target=_read_thread).start()
+
+        def test_end_of_pool():
+            over.set()
+            kept.pop().communicate(b"over\\n")
+        """
+    ).assert_outcomes(passed=2)
+
+
 def test_ending_thread_gets_moment(session):
     """Something about to end is given a moment."""
     session(

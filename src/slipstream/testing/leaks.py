@@ -21,8 +21,10 @@ __all__ = ["ProcessSnapshot", "observe", "restore", "wait_for_none"]
 
 _SET_BY_THE_TEST_RUNNER = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "LINES"})
 _SET_BY_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")  # torch tells its compiler's own child processes where its caches and tools are
-_THREADS_OF_OTHERS = ("tqdm",)  # tqdm keeps one monitor thread for the whole process, by design
-_PROGRAMS_OF_OTHERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # one for each interpreter, as long as it lives
+# What is kept for the whole process, by design: the monitor of tqdm, trackers and servers of multiprocessing, and the pool of torch's
+# compiler (torch 2.8 starts it with the first compiled model, whatever the backend).
+_THREADS_OF_OTHERS = ("tqdm.", "torch._inductor.compile_worker.")
+_PROGRAMS_OF_OTHERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker/")
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,9 @@ def _variables(before: ProcessSnapshot) -> Iterable[str]:
 
 def _threads(before: ProcessSnapshot) -> Iterable[str]:
     for thread in threading.enumerate():
-        module = type(thread).__module__
-        if thread not in before.threads and module.partition(".")[0] not in _THREADS_OF_OTHERS:
-            yield f"thread {thread.name!r} (started by {getattr(getattr(thread, '_target', None), '__module__', module)})"
+        module = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__
+        if thread not in before.threads and not module.startswith(_THREADS_OF_OTHERS):
+            yield f"thread {thread.name!r} (started by {module})"
 
 
 def _processes(before: ProcessSnapshot, expected: Collection[int]) -> Iterable[str]:

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import selectors
 import socket
 import subprocess
@@ -36,7 +37,7 @@ from slipstream.errors import SlipstreamError, StateError
 from slipstream.launch.store import ExitNotice
 from slipstream.testing import messages
 
-__all__ = ["DeviceUnavailable", "Outcome", "PoolServer", "RankFailure", "RankPool", "rank_failure", "ranks"]
+__all__ = ["GLOO_LINES", "DeviceUnavailable", "Outcome", "PoolServer", "RankFailure", "RankPool", "rank_failure", "ranks"]
 
 
 _BOOT = """
@@ -47,6 +48,8 @@ serve(*json.loads(sys.argv[2]))
 """
 _START_SECONDS = 240.0  # a cold import of torch on a busy machine
 _BUILD_SECONDS = 240.0  # and the build of a device
+GLOO_LINES = re.compile(r"^(?:\[Gloo\] Rank |.* connected peer ranks is : ).*\n", re.MULTILINE)
+"""What gloo prints in torch 2.8 whenever a group is made, and the ends of such lines where processes print at once; later ones do not."""
 
 
 class DeviceUnavailable(StateError):
@@ -126,11 +129,11 @@ class PoolServer:
         return message
 
     def printed(self, rank: int) -> str:
-        """Return what a rank has printed since the last call."""
+        """Return what a rank has printed since the last call, on any torch: without what gloo says about its connections."""
         size = os.fstat(self.outputs[rank]).st_size
         text = os.pread(self.outputs[rank], size, 0).decode(errors="replace")
         os.ftruncate(self.outputs[rank], 0)
-        return text
+        return GLOO_LINES.sub("", text)
 
     def close(self) -> None:
         """End the server, which ends its ranks."""
