@@ -16,7 +16,7 @@ from figures import job
 SIZES, QUICK, LARGE = (2, 4, 8, 16, 32), (2, 4, 8), (64, 96)
 NOTE = (
     "All ranks share the cores of one machine, so this is the work of all of them together: messages in logarithmically many rounds make"
-    " n log n of it. Ranks with cores of their own see the logarithm alone."
+    " n log n of it, and a gather brings n parts to each of n ranks. Ranks with cores of their own see the logarithm, and their n parts."
 )
 WHAT = {"gather": "a guarded gather of 64 bytes", "barrier": "a guarded barrier"}
 

@@ -112,6 +112,8 @@ class Replicated(DistributedDataParallel):
         watches: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None,
         **options: Any,
     ) -> None:
+        if options.get("static_graph"):  # which finds unused parameters in its first pass; torch would warn, and regroup its buckets
+            options["find_unused_parameters"] = False
         super().__init__(module, **options)
         self._forward_watch: AbstractContextManager[Any]
         self._buffer_watch: AbstractContextManager[Any]
