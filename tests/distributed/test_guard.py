@@ -11,6 +11,8 @@ import torch
 
 from slipstream import MismatchError, PartialState
 from slipstream.distributed.current import reset
+from slipstream.distributed.guard import Limits
+from slipstream.distributed.scatter import scatter
 from slipstream.errors import DistributedOperationException
 
 Act = Callable[[PartialState, int], Any]
@@ -262,6 +264,48 @@ def test_long_structures_show_difference(ranks: Any) -> None:
         assert "tensor number 250: int32" in message
         assert message.count("at test_guard.py:") == 2
         assert len(message) < 2000
+
+
+def test_names_beyond_utf8_are_shown(ranks: Any) -> None:
+    """A name that came from a file name of other bytes reaches every rank, in a table and in a failure."""
+
+    def run() -> list[str]:
+        state = PartialState()
+        odd = "caf\udce9.txt"
+        texts = []
+        for act in (
+            lambda: state.gather({odd if state.is_main_process else "cafe.txt": torch.ones(1)}),
+            lambda: fail_first(state, odd),
+            lambda: scatter(state._channel(), Limits(), FileNotFoundError(odd)),
+        ):
+            with pytest.raises((MismatchError, DistributedOperationException, FileNotFoundError)) as caught:
+                act()
+            texts.append(str(caught.value).replace(odd, "caf\\udce9.txt"))
+            assert state.gather([1]) == [1, 1]
+        return texts
+
+    assert all("caf\\udce9.txt" in text for texts in ranks(2).run(run) for text in texts)
+
+
+def fail_first(state: PartialState, name: str) -> None:
+    with state.main_process_first():
+        raise FileNotFoundError(name)
+
+
+def test_late_difference_of_long_structure(ranks: Any) -> None:
+    """The difference is shown also behind a hundred thousand characters."""
+
+    def run() -> str:
+        state = PartialState()
+        data = {f"tensor number {number}": torch.ones(1, 1 + (number == 9990) * state.process_index) for number in range(9995)}
+        with pytest.raises(MismatchError) as caught:
+            state.gather(data)
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "rank 0: gather" in message
+        assert "tensor number 9990: float32(1, 1)" in message
+        assert "tensor number 9990: float32(1, 2)" in message
 
 
 def test_unsendable_everywhere_raises_own_error(ranks: Any) -> None:

@@ -299,6 +299,30 @@ def test_loader_worker_takes_no_part(ranks: Any) -> None:
     assert ranks(2).run(run) == [(["0 True"] * 2, [0, 1]), (["1 True"] * 2, [0, 1])]
 
 
+def test_inherited_state_takes_no_part(ranks: Any) -> None:
+    """In a forked child, an object of its parent neither uses nor closes the group, and no connection is kept open."""
+
+    def use_in_child(state: PartialState) -> int:
+        connections = [peer.connection for peer in state._channel().transport._peers.values()]
+        child = os.fork()
+        if child == 0:
+            try:
+                state.wait_for_everyone()
+            except StateError as error:
+                state._runtime.abandon("child", "of a rank")
+                os._exit(0 if "child of process" in str(error) and all(peer.fileno() == -1 for peer in connections) else 2)
+            os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def run() -> Any:
+        state = PartialState()
+        state.wait_for_everyone()
+        ended = use_in_child(state) if state.is_main_process else None
+        return ended, state.gather([state.process_index])
+
+    assert ranks(2).run(run) == [(0, [0, 1]), (None, [0, 1])]
+
+
 def test_child_process_does_not_claim_rank(ranks: Any) -> None:
     """A fresh child process does not take its parents rank."""
 

@@ -89,6 +89,7 @@ ENDS = {
     "zero": "import sys; sys.exit(0)",
     "code": "import sys; sys.exit(7)",
     "large": "import sys; sys.exit(256 + 3)",
+    "huge": "import sys; sys.exit(10**30)",
     "boolean": "import sys; sys.exit(True)",
     "exception": "raise ValueError('boom')",
     "syntax": "def",
@@ -98,6 +99,7 @@ ENDS = {
     "exit handler": "import atexit; atexit.register(print, 'handler'); print('body'); 1 / 0",
     "file": "open('out', 'w').write('kept'); file = open('out2', 'w'); file.write('kept too')",
     "finaliser": "class A:\n    def __del__(self): print('finalised')\na = A()",
+    "finaliser of a module": "with open('lib.py', 'w') as f: f.write('class A:\\n  def __del__(self): print(1)\\na = A()')\nimport lib",
     "thread and handler": "import threading, atexit; atexit.register(print, 'handler'); threading.Timer(0.1, print, ['timer']).start()",
 }
 

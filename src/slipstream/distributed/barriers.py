@@ -11,16 +11,18 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from slipstream.distributed.guard import Body, Channel, Limits, make_call
+from slipstream.distributed.guard import Body, Channel, Limits, encode_message, make_call
 from slipstream.errors import DistributedOperationException, PeerLostError
 
 __all__ = ["barrier", "run_first", "run_only_if"]
+
+_LONGEST_FAILURE = 1024
 
 
 def barrier(channel: Channel, limits: Limits, operation: str = "wait_for_everyone", failure: str = "") -> str:
     """Return when every rank has called it; the result is the `failure` that another rank passed, if one did."""
     body = Body()
-    body.add_bytes(failure.encode()[:1024])
+    body.add_bytes(encode_message(failure, _LONGEST_FAILURE))
     with channel.guard(make_call(operation, "", str), limits, patient=True) as guarded:
         failures = [data.tobytes().decode(errors="replace") for data in guarded.exchange(body)]
     return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text and rank != channel.rank), "")

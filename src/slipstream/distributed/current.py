@@ -69,7 +69,14 @@ def _begin(process: Process) -> Runtime:
     if not _registered:
         _registered = True
         atexit.register(_end_at_exit)
+        os.register_at_fork(after_in_child=_leave_to_parent)
     return _current
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: objects that it has inherited take no part in collectives either."""
+    if _current is not None and _current.process.world_size > 1:
+        _current.leave_to_parent(_current.pid)
 
 
 def _claim_rank(process: Process) -> int | None:

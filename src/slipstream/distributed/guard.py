@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Body", "BodyReader", "Channel", "CollectiveCall", "GroupChannel", "GuardedCall", "Limits", "Place", "align",
-    "announce_failure", "check_rank", "explain_mismatch", "make_call", "wait_in_slices",
+    "announce_failure", "check_rank", "encode_message", "explain_mismatch", "make_call", "wait_in_slices",
 ]
 
 
 _LONGEST_SHOWN = 600
-_LONGEST_DESCRIPTION = 8192
+_DESCRIPTIONS_TOTAL = 1 << 24
+"""The most bytes that the descriptions of all ranks take together when they disagree."""
 
 
 _SAME_BARRIER: Final = MappingProxyType({"local_main_process_first": "main_process_first"})
@@ -456,11 +457,13 @@ class _GroupCall(GuardedCall):
 
     def _raise_mismatch(self) -> NoReturn:
         """Exchange descriptions of the calls, and raise; all ranks come here together."""
-        site = f" at {self._call.site}".encode()
+        limit = _DESCRIPTIONS_TOTAL // self._channel.world_size
+        site = encode_message(f" at {self._call.site}", limit)
         description = Body()
-        longest = min(self._channel.max_inline_bytes, _LONGEST_DESCRIPTION) - len(site)
-        description.add_bytes(self._call.describe().encode()[:longest] + site)
-        texts = [body.tobytes().decode(errors="replace") for body in self._meet(description, 0, description.length).bodies]
+        description.add_bytes(encode_message(self._call.describe(), limit - len(site)) + site)
+        found = self._meet(description, 0, description.length)
+        bodies = found.bodies if found.complete else self._exchange_large([description.joined()], found, None, None, None)
+        texts = [body.tobytes().decode(errors="replace") for body in bodies]
         raise MismatchError(f"{explain_mismatch(texts, self._channel.sequence)}\n(raised on rank {self._channel.rank})")
 
     # -- waiting --------------------------------------------------------------------------------------------------
@@ -562,6 +565,19 @@ def announce_failure(channel: Channel, limits: Limits, operation: str, cause: Ex
     with channel.guard(call, limits) as guarded:
         guarded.exchange(Body())
     return cause
+
+
+def encode_message(text: str, limit: int) -> bytes:
+    """Return what other ranks show of a text, in at most so many bytes; one that is cut says how long it was.
+
+    Names of files may hold characters that UTF-8 does not have.
+
+    >>> encode_message("no file caf\\udce9.txt", 40), encode_message("a" * 100, 30)
+    (b'no file caf\\\\udce9.txt', b'aaaaaaaaa ... (100 characters)')
+    """
+    data = text.encode(errors="backslashreplace")
+    end = f" ... ({len(text)} characters)".encode()
+    return data if len(data) <= limit else data[: max(0, limit - len(end))] + end
 
 
 def check_rank(rank: int | None, world_size: int) -> None:

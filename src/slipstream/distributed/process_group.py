@@ -381,8 +381,21 @@ class ProcessGroupManager:
 
     # -- closing --------------------------------------------------------------------------------------------------
 
+    def leave_to_parent(self, parent: int) -> None:
+        """In a forked child, take no part in the group of its parent, and close the connections that the fork has copied.
+
+        Otherwise the child could send and receive in the place of its parent, and ranks would not notice the end of the parent while the
+        child lives. Groups and stores of torch stay as they are: their destructors wait for threads that the child does not have.
+        """
+        self.child_of = parent
+        if self._channel is not None:
+            self._channel.broken = f"it belongs to process {parent}"
+            self._channel.transport.close()
+
     def close(self, reason: str) -> None:
         """Close the present generation, if there is one, and tell ranks that still wait in it; the store stays open."""
+        if self.child_of is not None:
+            return
         channel, self._channel = self._channel, None
         if channel is None:
             return
@@ -420,7 +433,7 @@ class ProcessGroupManager:
         This includes what torch does by itself, such as the backward pass of DDP; the other ranks read `reason`.
         """
         channel = self._channel
-        if channel is None:
+        if channel is None or self.child_of is not None:
             return
         assert self._heartbeat is not None
         self._heartbeat.post("gave_up", generation=channel.generation, call=operation, because=reason)
@@ -429,6 +442,8 @@ class ProcessGroupManager:
 
     def end(self, reason: str) -> None:
         """Close the group and the store, at the end of the process or of a test."""
+        if self.child_of is not None:
+            return
         self.close(reason)
         if self._heartbeat is not None:
             self._heartbeat.stop()

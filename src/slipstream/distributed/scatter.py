@@ -18,7 +18,7 @@ from slipstream.devices.table import CPU
 from slipstream.distributed import codec, pytree
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.codec import PackedTensor, is_plain_tensor, tensor_from_chunks
-from slipstream.distributed.guard import Body, BodyReader, Channel, CollectiveCall, Limits, check_rank, make_call
+from slipstream.distributed.guard import Body, BodyReader, Channel, CollectiveCall, Limits, check_rank, encode_message, make_call
 from slipstream.errors import DistributedOperationException
 
 __all__ = ["ScatterSeries", "agree_or_raise", "scatter"]
@@ -173,7 +173,7 @@ def _error_body(error: Exception) -> Body:
     body = Body()
     body.add_bytes(_ERROR)
     notes = " ".join(getattr(error, "__notes__", ()))
-    body.add_bytes(f"{type(error).__name__}: {error} {notes}".rstrip().encode()[:_MAX_ERROR_BYTES])
+    body.add_bytes(encode_message(f"{type(error).__name__}: {error} {notes}".rstrip(), _MAX_ERROR_BYTES))
     return body
 
 

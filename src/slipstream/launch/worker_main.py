@@ -168,15 +168,35 @@ def end_interpreter(code: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _flush_files()  # first: the collector may close the buffer of a text file before the text has been written to it
-    _kept = _process_groups()
-    sys.modules.pop("__main__", None)
+    program = _program_modules()
+    _kept = _process_groups(program)
+    for name in program:
+        del sys.modules[name]
+    program.clear()
     gc.collect()
     _flush_files()
     os._exit(code)
 
 
-def _process_groups() -> list[Any]:
-    """Return the process groups that the program still holds, itself or in replicas, for the caller to keep.
+_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def _program_modules() -> dict[str, dict[str, Any]]:
+    """Return the names and the contents of the modules that are the user's own: neither installed, nor of Python or this package."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    foreign = (package + os.sep, os.path.dirname(os.__file__) + os.sep)
+    found = {}
+    for name, module in list(sys.modules.items()):
+        contents = object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else {}  # loads no lazy module
+        file = str(contents.get("__file__") or "")
+        is_own = file and not file.startswith(foreign) and not any(part in file for part in _INSTALLED)
+        if name == "__main__" or is_own:
+            found[name] = contents
+    return found
+
+
+def _process_groups(program: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """Return the process groups that the modules of a program still hold, themselves or in replicas, for the caller to keep.
 
     torch internals: a thread of gloo's that is done with a collective lets go of it under the lock of its group, and may need the
     interpreter for it (torch 2.13). If the group goes in that moment, its destructor waits for the lock, and has the interpreter.
@@ -185,7 +205,8 @@ def _process_groups() -> list[Any]:
     if torch is None or replicas is None or not torch.is_available():
         return []
     models = [found for found in gc.get_objects() if issubclass(type(found), replicas.DistributedDataParallel)]
-    own = [found for found in vars(sys.modules.get("__main__", sys)).values() if issubclass(type(found), torch.ProcessGroup)]
+    values = [value for contents in program.values() for value in contents.values()]
+    own = [value for value in values if issubclass(type(value), torch.ProcessGroup)]
     return own + [model.__dict__.get("process_group") for model in models]
 
 
@@ -303,7 +324,7 @@ def _exit_code(request: SystemExit, error_path: str) -> int:
     if request.code != 0:
         sys.last_type, sys.last_value = SystemExit, RuntimeError(f"exit code {request.code}")  # for exit handlers; see `_record_failure`
     if isinstance(request.code, int):
-        return request.code & 0xFF
+        return request.code & 0xFF if request.code.bit_length() < 64 else 0xFF  # what does not fit into a C integer is -1
     _write_error(WorkerError(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), error_path)
     return 1
 
