@@ -97,6 +97,14 @@ def gathering_objects() -> Call:
     return lambda: gather_object(given)
 
 
+def logging(folder: Path) -> Call:
+    """Return a call that logs a loss to the local tracker, as it is in most scripts: a tensor and a number."""
+    accelerator = Accelerator(cpu=True, project_dir=str(folder))
+    accelerator.init_trackers("counts")
+    values = {"loss": torch.tensor(0.5), "lr": 1e-3}
+    return lambda: accelerator.log(values, step=7)
+
+
 def saving(folder: Path) -> Call:
     """Return a save of a small model with its optimizer into a new folder each time."""
     accelerator = Accelerator(cpu=True)
@@ -114,6 +122,7 @@ CASES: dict[str, Make] = {
     "gather of 20 small tensors": lambda folder: gathering({f"metric {number}": torch.ones(8) for number in range(20)}),
     "gather of 1 MiB": lambda folder: gathering(torch.ones(1 << 18)),
     "gather_object of 64 dicts of 250 characters": lambda folder: gathering_objects(),
+    "log of a loss": logging,
     "wait_for_everyone": lambda folder: Accelerator(cpu=True).wait_for_everyone,
     "save_state": saving,
 }

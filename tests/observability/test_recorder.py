@@ -16,7 +16,7 @@ from slipstream import Accelerator
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
 from slipstream.observability.options import LedgerKwargs
-from slipstream.observability.run_dir.folder import JsonLinesWriter, RunFolder, find_runs
+from slipstream.observability.run_dir.folder import RunFolder, find_runs
 from slipstream.observability.run_dir.reader import Run
 
 
@@ -196,7 +196,7 @@ def test_full_disk_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     for full in (False, True) if resume else (True,):
         with monkeypatch.context() as disk:
             if full:
-                disk.setattr(JsonLinesWriter, "_write", _no_space)
+                disk.setattr("os.write", _no_space)
                 disk.setattr(RunFolder, "write_json", _no_space)
             accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
             accelerator.init_trackers("demo", {"lr": 0.1}, local)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import errno
 import functools
 import json
 import logging
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -223,6 +225,36 @@ def test_failing_log(caplog: pytest.LogCaptureFixture) -> None:
         "the tracker memory of a test failed in finish (OSError: finish is broken); the run continues, and this is reported once",
     ]
     assert [entry[0] for entry in good.told] == ["start", "log", "log", "log", "finish"]
+
+
+def test_local_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The local tracker alone is written to directly: with the same lines, of short writes too, and the same warnings."""
+    trackers = Trackers([LocalTracker], tmp_path, is_main_process=True)
+    trackers.start("project")
+    trackers.log({"loss": torch.tensor(0.5), "lr": 1}, step=1)
+    trackers.log({"loss": 0.25, "note": "late"}, step=numpy.int64(2))  # type: ignore[arg-type]
+    write = os.write
+    for failing in (lambda file, data: write(file, data[:9]), _no_space, write):
+        monkeypatch.setattr(os, "write", failing)
+        trackers.log({"loss": 0.125}, step=3)
+    trackers.started.append(own := Memory())
+    trackers.log({"loss": 1.0})
+    (run,) = find_runs(tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines if line.endswith("}}")][1:]
+    assert [(line["step"], line["values"]) for line in found] == [
+        (1, {"loss": 0.5, "lr": 1}),
+        (2, {"loss": 0.25, "note": "late"}),
+        (3, {"loss": 0.125}),
+        (3, {"loss": 0.125}),
+        (None, {"loss": 1.0}),
+    ]
+    assert own.told == [("log", {"loss": 1.0}, None, {})]
+    assert [text.count("No space left") for text in caplog.messages] == [1]
+
+
+def _no_space(*arguments: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_log_before_start(caplog: pytest.LogCaptureFixture) -> None:

@@ -108,20 +108,29 @@ class JsonLinesWriter:
 
     def append(self, record: dict[str, Any], *, step: int | None = None, time: float = 0.0) -> None:
         """Append a record as a line; `step` and `time` are for the index."""
-        self.line(_to_json(record), step=step, time=time)
+        self.line(_to_json(record) + "\n", step, time)
 
-    def line(self, text: str, *, step: int | None = None, time: float = 0.0) -> None:
-        """Append a line that is formatted already."""
+    def line(self, text: str, step: int | None, time: float) -> None:
+        """Append a line that is formatted already, its end included."""
+        if self._torn or self.lines % INDEX_EVERY == 0:
+            self._write_before(step, time)
+        data = text.encode("utf-8", "backslashreplace")
+        self._torn = True  # until the end of the line is in the file as well
+        written = os.write(self._file, data)
+        self.size += written
+        if written < len(data):
+            self._write(data[written:])
+        self._torn = False
+        self.lines += 1
+
+    def _write_before(self, step: int | None, time: float) -> None:
+        """Write what comes before some lines: the end of one that was torn, an entry of the index."""
         if self._torn:
             self._write(b"\n")
             self._torn = False
             self.lines += 1
         if self._index is not None and self.lines % INDEX_EVERY == 0:
             os.write(self._index, INDEX_RECORD.pack(self.lines, self.size, -1 if step is None else step, time))
-        self._torn = True  # until the end of the line is in the file as well
-        self._write(text.encode("utf-8", "backslashreplace") + b"\n")
-        self._torn = False
-        self.lines += 1
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
