@@ -6,6 +6,7 @@ Tests that use the pool of ranks are marked `ranks` by themselves, so `pytest -m
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -29,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("explore", deadline=None)
     if not config.getoption("hypothesis_profile", None):  # every run tries the same examples; `--hypothesis-profile explore` tries others
         settings.load_profile("same")
+    # From Python 3.14 on, workers of loaders are forked from a server: with torch in it they begin in milliseconds, not in seconds.
+    multiprocessing.set_forkserver_preload(["torch", "slipstream.data", "pytest"])
     # Tests that have a home folder of their own find the stand-in accelerator where `make standin` has built it.
     os.environ.setdefault("SLIPSTREAM_STANDIN_CACHE", str(cache_folder()))
     config.addinivalue_line("markers", "soak: repeats something with random faults; `--soak` makes it many rounds")

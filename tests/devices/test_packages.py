@@ -80,6 +80,15 @@ def test_sharded_training_on_older_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     packages.require_torch("Sharded training (FSDP)")
 
 
+def test_standin_on_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in does not try to build with a torch that lacks what it is made of."""
+    from slipstream.testing import standin
+
+    monkeypatch.setattr(packages, "version_of", lambda name: "2.8.0+cu128")
+    with pytest.raises(standin.StandinUnavailable, match=r"stand-in device needs torch 2\.13 or later, and torch 2\.8\.0.* is installed"):
+        standin.extension_file()
+
+
 def test_every_check_has_row() -> None:
     """Every question has a row and an matching name."""
     for name in PACKAGES:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 
 __all__ = [
     "PACKAGES", "Package", "TORCH_OF", "compare_versions", "deepspeed_required", "import_quietly", "installed", "is_4bit_bnb_available",
@@ -153,16 +153,17 @@ def is_torch_version(operation: str, version: str) -> bool:
 TORCH_OF: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "Sharded training (FSDP)": ("2.13", "Train with replicas instead: leave out use_fsdp, fsdp_plugin and dp_shard_size."),
+        "The stand-in device": ("2.13", "Test on the CPU instead: ranks(2, device='cpu'), or --cpu."),
     }
 )
 """What needs a later torch than the rest of this package: the earliest version with the parts that it uses, and what to do without it."""
 
 
-def require_torch(feature: str) -> None:
+def require_torch(feature: str, error: type[SlipstreamError] = ConfigError) -> None:
     """Raise if the installed torch is too old for a feature of `TORCH_OF`; everything else runs on torch 2.8."""
     version, instead = TORCH_OF[feature]
     if not is_torch_version(">=", version):
-        raise ConfigError(f"{feature} needs torch {version} or later, and torch {version_of('torch')} is installed.\n{instead}")
+        raise error(f"{feature} needs torch {version} or later, and torch {version_of('torch')} is installed.\n{instead}")
 
 
 # --- packages ----------------------------------------------------------------------------------------------------------------

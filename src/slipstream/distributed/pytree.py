@@ -151,8 +151,8 @@ def copy_with_values(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) 
     then a new mapping is constructed from the values, or a plain dict if the class does not take them.
 
     >>> from collections import OrderedDict
-    >>> copy_with_values(OrderedDict(a=1), {"a": 2})
-    OrderedDict([('a', 2)])
+    >>> copy_with_values(OrderedDict(a=1), {"a": 2}) == OrderedDict(a=2)
+    True
     """
     new = copy.copy(mapping)
     for key, value in values.items():

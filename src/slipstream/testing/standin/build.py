@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.config.sources import environment
-from slipstream.devices.packages import version_of
+from slipstream.devices.packages import require_torch, version_of
 from slipstream.errors import SlipstreamError
 
 __all__ = ["StandinUnavailable", "cache_folder", "extension_file"]
@@ -46,8 +46,9 @@ def cache_folder() -> Path:
 def extension_file() -> Path:
     """Return the extension, built if need be.
 
-    Raises `StandinUnavailable` if there is no compiler, the cache folder cannot be written, or the build fails.
+    Raises `StandinUnavailable` if torch is too old, there is no compiler, the cache folder cannot be written, or the build fails.
     """
+    require_torch("The stand-in device", StandinUnavailable)
     compiler = _compiler()
     folder = cache_folder() / _key(compiler)
     file = folder / f"{_NAME}.so"
