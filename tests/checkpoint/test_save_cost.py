@@ -46,6 +46,10 @@ class CountedDisk(Disk):
         self.bytes += count
         return count
 
+    def _start_writeback(self, fd: int) -> None:
+        self._count("start")
+        super()._start_writeback(fd)
+
     def _fsync(self, fd: int) -> None:
         self._count("sync")
         with self._lock:
@@ -75,7 +79,10 @@ def trained() -> tuple[Accelerator, Any, Any]:
 
 
 def test_small_save(tmp_path: Path) -> None:
-    """Five files and seven syncs: of files and their folder side by side, of the name last; no byte is written twice."""
+    """Five files and seven syncs: of files and their folder side by side, of the name last; no byte is written twice.
+
+    The disk begins with each file when it is written, and not when it is synced.
+    """
     accelerator, *_ = trained()
     accelerator._saver.disk = disk = CountedDisk()
     accelerator.save_state(tmp_path / "first")
@@ -85,7 +92,7 @@ def test_small_save(tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in (tmp_path / "first").iterdir())
     lock = disk.bytes - size  # the lock file has process id and host
     assert 0 < lock < 300
-    assert disk.calls == {"open": 8, "write": disk.calls["write"], "sync": 7, "close": 8, "rename": 1}
+    assert disk.calls == {"open": 8, "write": disk.calls["write"], "start": 5, "sync": 7, "close": 8, "rename": 1}
     assert disk.calls["write"] < 30
     assert disk.most_at_once >= 3
 
@@ -111,6 +118,30 @@ def test_many_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len([name for name in files if name.startswith("model-")]) == 23
     assert disk.calls["sync"] == len(files) + 2
     assert most <= 5 + 1  # and the lock
+    accelerator.end_training()
+
+
+def test_folder_of_many_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save reads the names beside its checkpoint twice: before it begins, for leftovers, and at its end, for files of other ranks."""
+    read: list[Path] = []
+    for name in ("scandir", "listdir"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path=".", original=original: (read.append(Path(path)), original(path))[1])
+    accelerator, *_ = trained()
+    accelerator.save_state(tmp_path / "first")
+    assert read.count(tmp_path) == 2
+    accelerator.end_training()
+
+
+def test_large_file_synced_with_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that goes past the page cache is synced once, at the end, with all others."""
+    monkeypatch.setattr(disk_module, "SMALLEST", 10_000)
+    accelerator, *_ = trained()
+    accelerator._saver.disk = disk = CountedDisk()
+    accelerator.save_state(tmp_path / "first")
+    assert (tmp_path / "first" / "optimizer.safetensors").stat().st_size > 10_000
+    assert disk.calls["sync"] == 7
+    assert disk.most_at_once >= 3
     accelerator.end_training()
 
 

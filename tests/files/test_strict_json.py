@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import CheckpointError
-from slipstream.files.strict_json import dump, explain_too_large, parse
+from slipstream.files.strict_json import dump, dump_lines, explain_too_large, parse
 
 BAD = {
     b"": "Expecting value",
@@ -104,11 +105,26 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(VALUES, st.sampled_from([None, 1]))
-def test_written_json_is_read(value: object, indent: int | None) -> None:
+@given(VALUES)
+def test_written_json_is_read(value: object) -> None:
     """What is written is read again and by others too."""
-    text = dump(value, indent=indent)
+    text = dump(value)
     assert repr(parse(text, "x")) == repr(value) == repr(json.loads(text))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.text(st.characters(codec="utf-8")), VALUES, min_size=1, max_size=4))
+def test_json_in_lines_is_read(value: dict[str, Any]) -> None:
+    """What is written in lines is read again and by others too; a line is an entry, or a bracket around some."""
+    text = dump_lines(value)
+    assert repr(parse(text, "x")) == repr(value) == repr(json.loads(text))
+    inner = [len(entry) + 1 for entry in value.values() if isinstance(entry, dict) and entry]
+    assert len(text.split(b"\n")) == len(value) + 2 + sum(inner)
+
+
+def test_numbers_as_keys_in_lines() -> None:
+    """Numbers become texts, as JSON has it."""
+    assert json.loads(dump_lines({"ranks": {0: "a", 1: "b"}})) == {"ranks": {"0": "a", "1": "b"}}
 
 
 @pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"a": b"bytes"}, object(), "\ud800"])

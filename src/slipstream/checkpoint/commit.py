@@ -96,7 +96,7 @@ def find_recoverable(path: Path) -> Path | None:
         return None
     whole = [
         (manifest.step, str(found), found)
-        for found in _list_hidden(path, "was")
+        for found in _list_hidden(path)["was"]
         if (manifest := read_manifest_or_none(found)) and _is_whole(found, manifest)
     ]
     return max(whole)[2] if whole else None
@@ -140,7 +140,7 @@ def acquire_lock(path: Path, disk: Disk) -> int | None:
 
 def sweep_leftovers(path: Path, disk: Disk) -> None:
     """Remove the leftovers of dead saves to this name, and move a checkpoint back that a crash left hidden. Live saves are not touched."""
-    if not os.path.lexists(lock_path(path)) and not any(_list_hidden(path, kind) for kind in ("saving", "was", "removing")):
+    if not os.path.lexists(lock_path(path)) and not any(_list_hidden(path).values()):
         return
     try:
         lock = acquire_lock(path, disk)
@@ -157,7 +157,7 @@ def sweep_leftovers(path: Path, disk: Disk) -> None:
 
 def sweep_locked(path: Path, disk: Disk) -> None:
     """Do what `sweep_leftovers` does, for the holder of the lock. A failure to remove is logged and does not fail the save."""
-    found = {kind: _list_hidden(path, kind) for kind in ("saving", "was", "removing")}
+    found = _list_hidden(path)
     if not any(found.values()):
         return
     try:
@@ -286,13 +286,18 @@ def _short_name(name: str) -> str:
     return f"{encoded[: _LONGEST_STEM - 33].decode(errors='ignore')}~{digest(encoded)}"
 
 
-def _list_hidden(path: Path, kind: HiddenKind) -> list[Path]:
+def _list_hidden(path: Path) -> dict[str, list[Path]]:
+    """Return the hidden folders beside a checkpoint by kind, each kind sorted."""
     stem = _short_name(path.name)
+    listed: dict[str, list[Path]] = {"saving": [], "was": [], "removing": []}
     with suppress(OSError), os.scandir(path.parent) as entries:
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        matches = [found for name in sorted(names) if (found := _HIDDEN.fullmatch(name))]
-        return [path.with_name(found.string) for found in matches if found["stem"] == stem and found["kind"] == kind]
-    return []
+        for entry in entries:
+            if not entry.name.startswith(f".{stem}."):  # there may be thousands of others
+                continue
+            found = _HIDDEN.fullmatch(entry.name)
+            if found and found["kind"] and found["stem"] == stem and entry.is_dir(follow_symlinks=False):
+                listed[found["kind"]].append(path.with_name(entry.name))
+    return {kind: sorted(paths) for kind, paths in listed.items()}
 
 
 def read_lock_owner(lock: Path) -> tuple[int, str]:

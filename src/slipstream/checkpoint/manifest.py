@@ -28,7 +28,7 @@ __all__ = [
     "RNG_STATE_NAME", "RankFile", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
     "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
     "checkpoint_number", "open_listed_file", "parse_manifest", "pending_rank_files", "rank_file_prefix", "rank_files", "rank_marker",
-    "rank_markers", "read_manifest", "read_manifest_or_none", "shorten_repr", "split_stamp", "unfinished_rank_files",
+    "rank_markers", "read_manifest", "read_manifest_or_none", "shorten_repr", "split_stamp", "pending_and_unfinished",
     "FSDP_MODEL_NAME",
 ]
 
@@ -154,7 +154,7 @@ class Manifest:
             **({} if self.savers is None else {"savers": self.savers, "site": self.site}),
             "files": {name: vars(entry) for name, entry in self.files.items()},
         }
-        data = strict_json.dump(body, indent=1)
+        data = strict_json.dump_lines(body)
         if why := strict_json.explain_too_large(data.decode()):
             raise CheckpointError(f"The manifest of {len(self.files):,} files would be unreadable: {why}. Save fewer files.")
         return data.replace(_NO_CHECKSUM.encode(), digest(data).encode(), 1)
@@ -412,6 +412,7 @@ class RankFile:
 _UNFINISHED: Final = re.compile(r"rank-[0-9a-f]{8}-[0-9a-f]{16}", re.ASCII)
 _LONGEST_NAME: Final = 100  # with prefix and suffix, a name stays below the 255 bytes that file systems allow
 _NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
+_BESIDE_NUMBERED: Final = re.compile(r"\.checkpoint_[0-9]{1,18}\.")
 
 
 def checkpoint_number(name: str) -> int | None:
@@ -450,7 +451,14 @@ def pending_rank_files(target: Path) -> list[tuple[Path, RankFile]]:
     For a numbered checkpoint these are the files of all numbers, because the main process may have saved alone before and count higher
     than a rank. The stamp in a name tells which save it belongs to.
     """
-    return [(target.parent / name, found) for name, rest in _hidden_beside(target) if (found := RankFile.of(rest)) is not None]
+    return pending_and_unfinished(target)[0]
+
+
+def pending_and_unfinished(target: Path) -> tuple[list[tuple[Path, RankFile]], list[Path]]:
+    """Return `pending_rank_files`, and the files beside a checkpoint that ranks are writing or did not finish, markers included."""
+    beside = _hidden_beside(target)
+    pending = [(target.parent / name, found) for name, rest in beside if (found := RankFile.of(rest)) is not None]
+    return pending, [target.parent / name for name, rest in beside if _UNFINISHED.fullmatch(rest)]
 
 
 def rank_marker(rank: int, stamp: str) -> str:
@@ -468,15 +476,13 @@ def rank_markers(target: Path, stamp: str) -> list[Path]:
     return [target.parent / name for name, rest in _hidden_beside(target) if rest.startswith(ours) and _UNFINISHED.fullmatch(rest)]
 
 
-def unfinished_rank_files(target: Path) -> list[Path]:
-    """Return files beside a checkpoint that ranks are writing or did not finish, markers included."""
-    return [target.parent / name for name, rest in _hidden_beside(target) if _UNFINISHED.fullmatch(rest)]
-
-
 def _hidden_beside(target: Path) -> list[tuple[str, str]]:
     """Return hidden names beside a checkpoint, each with the part after the name of the checkpoint."""
+    prefix = rank_file_prefix(target)
     numbered = checkpoint_number(target.name) is not None
-    pattern = re.compile(r"\.checkpoint_[0-9]{1,18}\." if numbered else re.escape(rank_file_prefix(target)))
-    with suppress(FileNotFoundError), os.scandir(target.parent) as entries:
-        return [(entry.name, entry.name[match.end() :]) for entry in entries if (match := pattern.match(entry.name))]
+    with suppress(FileNotFoundError):
+        names = os.listdir(target.parent)
+        if not numbered:
+            return [(name, name[len(prefix) :]) for name in names if name.startswith(prefix)]
+        return [(name, name[match.end() :]) for name in names if (match := _BESIDE_NUMBERED.match(name))]
     return []

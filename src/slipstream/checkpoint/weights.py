@@ -535,7 +535,7 @@ def index_bytes(files: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.
     """Return the index of weight files: the file of each name."""
     where = {name: file for file, names in files.items() for name in names}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    return strict_json.dump({"metadata": {"total_size": total}, "weight_map": {name: where[name] for name in tensors}}, indent=2)
+    return strict_json.dump_lines({"metadata": {"total_size": total}, "weight_map": {name: where[name] for name in tensors}})
 
 
 def write_weights(

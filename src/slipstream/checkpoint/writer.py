@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,13 +28,12 @@ from slipstream.checkpoint.manifest import (
     ModelEntry,
     RankFile,
     checkpoint_number,
-    pending_rank_files,
+    pending_and_unfinished,
     rank_file_prefix,
     rank_marker,
     rank_markers,
     read_manifest_or_none,
     split_stamp,
-    unfinished_rank_files,
 )
 from slipstream.checkpoint.rotate import RetentionPolicy, describe_checkpoint, numbered_checkpoints, remove_outdated, rotate
 from slipstream.checkpoint.serialize import encode_tree
@@ -239,10 +238,19 @@ class _Writer:
 
 def adopt_hook_files(stage: Stage, files: dict[str, FileEntry]) -> None:
     """Add the files that save hooks wrote."""
-    for path in sorted(stage.folder.rglob("*")):
-        name = path.relative_to(stage.folder).as_posix()
-        if (path.is_symlink() or not path.is_dir()) and name not in files and not name.startswith("."):
+    for name in sorted(_names_in(str(stage.folder))):
+        if name not in files and not name.startswith("."):
             files[name] = stage.adopt(name)
+
+
+def _names_in(folder: str, below: str = "") -> Iterator[str]:
+    """Yield the names of all files in a folder, and of links, which are not followed."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _names_in(entry.path, f"{below}{entry.name}/")
+            else:
+                yield below + entry.name
 
 
 def _write_model(
@@ -373,7 +381,7 @@ def checkpoint_numbers(folder: str) -> list[int]:
 
 def _collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
     """Move files of other ranks from beside a committed checkpoint into it; remove those without a checkpoint."""
-    waiting = pending_rank_files(target)
+    waiting, begun = pending_and_unfinished(target)
     homes = {target: stamp}
     if any(found.stamp != stamp or not path.name.startswith(rank_file_prefix(target)) for path, found in waiting):  # late or killed ranks
         homes |= {path: manifest.stamp for path, manifest in _candidate_targets(target) if path != target}
@@ -384,7 +392,7 @@ def _collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
                 _move_into(path, found, home, disk)
             elif _is_outdated(path, found.stamp, target, stamp):
                 disk.remove(path)
-    unfinished = [path for path in unfinished_rank_files(target) if f".rank-{split_stamp(stamp)[1]}-" not in path.name]
+    unfinished = [path for path in begun if f".rank-{split_stamp(stamp)[1]}-" not in path.name]
     candidates = _candidate_targets(target) if unfinished else []
     needed = {marker for path, manifest in candidates for marker in rank_markers(path, manifest.stamp)}
     for path in unfinished:

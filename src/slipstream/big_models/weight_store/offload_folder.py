@@ -31,7 +31,7 @@ from slipstream.files.disk import Disk
 from slipstream.files.os_errors import explain_os_errors
 from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import plan_layout
-from slipstream.files.strict_json import dump
+from slipstream.files.strict_json import dump_lines
 
 __all__ = [
     "extract_submodules_state_dict", "group_by_size", "load_offloaded_weight", "load_offloaded_weights", "offload_state_dict",
@@ -110,7 +110,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: _PathLike) -> N
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             merged = {**read_index(folder), **index}
-            Disk().replace_text(folder / INDEX_NAME, dump(merged, indent=2).decode())
+            Disk().replace_text(folder / INDEX_NAME, dump_lines(merged).decode())
 
 
 def offload_state_dict(save_dir: _PathLike, state_dict: Mapping[str, torch.Tensor]) -> None:
