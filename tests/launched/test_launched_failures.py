@@ -57,6 +57,15 @@ def test_first_failure_reported_last(launch, script):
     assert "torch" not in finished.err
 
 
+def test_late_cause_reported(launch, script):
+    """While the others failed only because of another one, that one gets the time to report."""
+    follower = "from slipstream.errors import PeerLostError; raise PeerLostError('rank 0 gave up')"
+    train = script(f"import os, time\nif os.environ['RANK'] == '1':\n    {follower}\ntime.sleep(1.5)\nraise ValueError('the real cause')\n")
+    finished = launch(*TWO, "--max_restarts", "1", train)
+    assert finished.err.splitlines()[-1] == "ValueError: the real cause"
+    assert finished.err.count("rank 1 stopped because of it: PeerLostError: rank 0 gave up") == 2
+
+
 def test_log_folder_keeps_tracebacks(launch, script, tmp_path):
     """A log folder keeps every traceback and is named."""
     finished = launch(*TWO, "--log_dir", "logs", script(ONE_RAISES))

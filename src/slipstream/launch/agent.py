@@ -85,6 +85,8 @@ else:
 _GRACE: Final = 1.0
 """Seconds that the survivors of a failure get to raise their own errors."""
 _GRACE_BEFORE_RESTART: Final = 0.3
+_CAUSE_WAIT: Final = 3.0
+"""Seconds that they get while nobody has failed but because of another: that one may be late to report."""
 _INTERRUPT_WAIT: Final = 5.0
 """Seconds that workers get to end after SIGINT to the launcher was passed on to them."""
 _STOP_WAIT: Final = 10.0
@@ -394,10 +396,14 @@ class Agent(_Agent):
 
     def _end_attempt(self, group: WorkerGroup) -> None:
         """Give the survivors of a failure a moment to raise, then end this attempt."""
-        restarting = self._remaining_restarts > 0
-        deadline = time.monotonic() + (_GRACE_BEFORE_RESTART if restarting else _GRACE)
-        while self._processes.running and time.monotonic() < deadline and self._requests.stop is None:
-            self._processes.wait(deadline - time.monotonic(), self._requests.wake)
+        restarting, began = self._remaining_restarts > 0, time.monotonic()
+        grace = _GRACE_BEFORE_RESTART if restarting else _GRACE
+        while self._processes.running and self._requests.stop is None:
+            is_explained = any(not failure.consequence for failure in self.failures)
+            remaining = began + (grace if is_explained else _CAUSE_WAIT) - time.monotonic()
+            if remaining <= 0:
+                break
+            self._processes.wait(remaining, self._requests.wake)
             self._record_exits(self._processes.poll(), group)
             self._tee.pump()
         self._shutdown()
