@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from slipstream.files.checksum import digest
-from slipstream.files.disk import SMALLEST, Disk
+from slipstream.files.disk import SMALLEST, Disk, UnsyncedFiles
 
 SIZES = [0, 1, 4096, SMALLEST - 1, SMALLEST, SMALLEST + 1, (2 << 20) * 4, (2 << 20) * 5 + 4096, 10_000_019]
 
@@ -207,6 +207,36 @@ def test_file_of_others_synced_and_described(tmp_path: Path) -> None:
     for name in ("pipe", "link", "nothing"):
         with pytest.raises(OSError, match=name):
             disk.sync_file(tmp_path / name)
+
+
+class OpenNow(Disk):
+    """Counts the descriptors that are open at the same time."""
+
+    def __init__(self) -> None:
+        self.now, self.most = set[int](), 0
+
+    def _open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+        fd = super()._open(path, flags, mode)
+        self.now.add(fd)
+        self.most = max(self.most, len(self.now))
+        return fd
+
+    def _close(self, fd: int) -> None:
+        self.now.discard(fd)
+        super()._close(fd)
+
+
+def test_thousands_of_files_and_folders_synced(tmp_path: Path) -> None:
+    """Syncing many files and folders together needs few descriptors: a process may have 1,024."""
+    disk = OpenNow()
+    files = UnsyncedFiles(disk)
+    folders = [tmp_path / str(number) for number in range(300)]
+    for folder in folders:
+        folder.mkdir()
+        files.write(folder / "file", [b"x"], 1)
+    files.sync(folders)
+    assert not disk.now
+    assert disk.most < 100
 
 
 def test_text_replaced_whole(tmp_path: Path) -> None:

@@ -248,9 +248,8 @@ class Disk:
         with ExitStack() as opened:
             for fd, path in files.items():
                 opened.enter_context(self._closing(path, fd))
-            tasks = [partial(self._sync_one, self._fsync, path, fd) for fd, path in files.items()]
-            for path in folders:
-                tasks.append(partial(self._sync_one, self._fsync_folder, path, opened.enter_context(self._opened(path, _FOLDER))))
+            tasks = [partial(self._sync_open_file, path, fd) for fd, path in files.items()]
+            tasks += [partial(self.sync_folder, path) for path in folders]  # each opened in its turn: there may be thousands
             _run_side_by_side(tasks, _SYNC_COUNT)
 
     def sync_file(self, path: Path) -> FileEntry:
@@ -268,7 +267,11 @@ class Disk:
     def sync_folder(self, path: Path) -> None:
         """Sync the names in a folder."""
         with self._opened(path, _FOLDER) as fd:
-            self._fsync_folder(fd)
+            try:
+                self._fsync(fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # some network file systems do not support syncing folders: their servers do it
+                    raise
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a file or folder atomically; a file of that name is replaced, and so is an empty folder by a folder."""
@@ -410,16 +413,9 @@ class Disk:
             finally:
                 self._close(fd)
 
-    def _sync_one(self, sync: Callable[[int], None], path: Path, fd: int) -> None:
+    def _sync_open_file(self, path: Path, fd: int) -> None:
         with self._naming(path):
-            sync(fd)
-
-    def _fsync_folder(self, fd: int) -> None:
-        try:
             self._fsync(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems do not support syncing folders: their servers do it
-                raise
 
     @contextmanager
     def _naming(self, path: Path) -> Iterator[None]:
