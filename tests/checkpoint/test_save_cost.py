@@ -215,15 +215,43 @@ def test_no_garbage_is_collected(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
-def test_parameters_found_without_search(tmp_path: Path) -> None:
+def test_parameters_found_without_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch looks for every parameter in its group; where the numbers of a group are consecutive it finds them at once."""
     accelerator, _, optimizer = trained()
     accelerator.save_state(tmp_path / "first")
     numbers: list[Any] = []
-    optimizer.optimizer.register_load_state_dict_pre_hook(lambda _, state: numbers.append(state["param_groups"][0]["params"]))
+    load = torch.optim.Optimizer.load_state_dict
+
+    def noting(self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        numbers.append(state["param_groups"][0]["params"])
+        load(self, state)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", noting)
     accelerator.load_state(tmp_path / "first")
     assert numbers == [range(2)]
     assert [type(parameter) for parameter in optimizer.param_groups[0]["params"]] == [torch.nn.Parameter] * 2
+    accelerator.end_training()
+
+
+class ListedNumbers(torch.optim.SGD):
+    """An optimizer that relies on what torch saves: a list."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert all(type(group["params"]) is list for group in state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+
+
+def test_others_see_lists(tmp_path: Path) -> None:
+    """An optimizer with its own `load_state_dict`, and a hook before it, get lists of numbers, as torch saves them."""
+    accelerator = Accelerator(cpu=True)
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    hooked = torch.optim.SGD(first.parameters())
+    accelerator.prepare(first, second, hooked, ListedNumbers(second.parameters()))
+    seen: list[Any] = []
+    hooked.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["param_groups"][0]["params"]))
+    accelerator.save_state(tmp_path / "first")
+    accelerator.load_state(tmp_path / "first")
+    assert seen == [[0, 1]]
     accelerator.end_training()
 
 
@@ -231,6 +259,6 @@ def test_parameters_found_without_search(tmp_path: Path) -> None:
 def test_other_numbers_of_parameters(numbers: list[Any]) -> None:
     """Numbers that are not consecutive, and names, stay as they are."""
     stored = {"state": {}, "param_groups": [{"params": numbers, "lr": 1.0}, {"params": [3, 4, 5]}]}
-    found = _with_ranges(stored)
+    found = _with_ranges(stored, torch.optim.SGD([torch.ones(1)]))
     assert found == {"state": {}, "param_groups": [{"params": numbers, "lr": 1.0}, {"params": range(3, 6)}]}
     assert found["param_groups"][0]["params"] is numbers

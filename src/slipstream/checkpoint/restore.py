@@ -457,7 +457,7 @@ def _restore_fallible(saver: Saver, plan: _RestorePlan, undo: list[Callable[[], 
     for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
         with _explain_refusal(saved.where, f"optimizer {number}", optimizer.optimizer):
             undo.append(_optimizer_undo(optimizer.optimizer))
-            optimizer.load_state_dict(_with_ranges(stored))
+            optimizer.load_state_dict(_with_ranges(stored, optimizer.optimizer))
     for counted, optimizer in zip(saved.updates, registry.optimizers, strict=False):
         undo.append(partial(_set_counts, optimizer, optimizer.updates, optimizer.step_was_skipped))
         _set_counts(optimizer, counted["updates"], bool(counted["skipped"]))
@@ -475,13 +475,17 @@ def _restore_fallible(saver: Saver, plan: _RestorePlan, undo: list[Callable[[], 
             undo.append(saver.components.stepper.reserve_gradients(plan.gradients))
 
 
-def _with_ranges(stored: Mapping[str, Any]) -> dict[str, Any]:
+def _with_ranges(stored: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of an optimizer with the numbers of the parameters of each group as a range, where they are consecutive.
 
     torch internals: for every tensor `Optimizer.load_state_dict` looks for its parameter in the groups, from the first number on: with
     12,500 parameters that is half of the time of a load, and grows with their square (torch 2.13). In a range it is found at once.
-    tests/checkpoint/test_save_cost.py notices; it can go when torch no longer searches.
+    Code of others, which may rely on lists, never sees it. tests/checkpoint/test_save_cost.py notices; it can go when torch no longer
+    searches.
     """
+    is_plain = getattr(optimizer.load_state_dict, "__func__", None) is torch.optim.Optimizer.load_state_dict
+    if not is_plain or optimizer._optimizer_load_state_dict_pre_hooks:
+        return stored
     return {**stored, "param_groups": [{**group, "params": _as_range(group["params"])} for group in stored["param_groups"]]}
 
 
