@@ -239,6 +239,26 @@ def test_thousands_of_files_and_folders_synced(tmp_path: Path) -> None:
     assert disk.most < 100
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_synced_without_threads(started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has no more threads, as while Python ends, those that there are sync everything."""
+    disk = Log()
+    files = UnsyncedFiles(disk)
+    for number in range(9):
+        files.write(tmp_path / str(number), [b"x"], 1)
+    start, left = threading.Thread.start, [None] * started
+
+    def refuse(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    files.sync([tmp_path])
+    assert disk.calls.count("sync") == disk.calls.count("close") == 10
+
+
 def test_text_replaced_whole(tmp_path: Path) -> None:
     """A text is replaced whole."""
     disk = Disk()

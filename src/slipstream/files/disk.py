@@ -483,9 +483,12 @@ def _run_side_by_side(tasks: Iterable[Callable[[], object]], most: int) -> None:
             except BaseException as error:  # raised below, in the thread that waits
                 errors.append(error)
 
-    threads = [threading.Thread(target=work, name="slipstream: syncing") for _ in range(min(most, len(waiting)) - 1)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+    with suppress(RuntimeError):  # the system has no more threads, or Python is about to end: those that began do all of it
+        for _ in range(min(most, len(waiting)) - 1):
+            thread = threading.Thread(target=work, name="slipstream: syncing")
+            thread.start()
+            threads.append(thread)
     work()
     for thread in threads:
         thread.join()
