@@ -1,7 +1,7 @@
 """Commit a checkpoint: a folder becomes a checkpoint completely or not at all.
 
     stage    .NAME.saving-HEX beside the target; every file is written and checksummed, MANIFEST.json last
-    seal     every file and folder of the stage is synced, small ones and folders at the same time
+    seal     every file and folder of the stage is synced, all at the same time
     publish  one rename, or where NAME exists, one exchange of the two; then the parent folder is synced
     tidy     remove the replaced one; files that others put into it move into the new one
 
@@ -403,7 +403,7 @@ class LocalStage:
             return self._unsynced.write(path, chunks, size)
 
     def flush(self) -> None:
-        """End the adding of files by this process; the one that commits syncs its own then."""
+        """End what this process adds. There is nothing to do for the one that commits: `commit` syncs its files."""
 
     def adopt(self, name: str) -> FileEntry:
         """Add a file that somebody else wrote into `folder`; anything but a regular file is an error."""

@@ -160,7 +160,7 @@ class RemoteStage:
         return FileEntry(size, self._put(name, chunks, size))
 
     def flush(self) -> None:
-        """End the adding of files by this process: each is in the store already."""
+        """End what this process adds. There is nothing to do: each file is in the store already."""
 
     def adopt(self, name: str) -> FileEntry:
         """Upload a file that somebody wrote into `folder`; anything but a regular file is an error."""

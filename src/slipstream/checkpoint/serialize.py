@@ -163,7 +163,7 @@ class _Flattener:
     def of_list(self, value: list[Any], place: _Place, depth: int) -> _Node:
         if len(value) >= _LONG and (numbers := _numbers(value)) is not None:
             return {"$numbers": self._store(numbers, id(numbers), place, torch.from_numpy)}
-        if all([type(item) is int and -_LARGEST_INTEGER <= item < _LARGEST_INTEGER for item in value]):  # as random states are, quickly
+        if all([type(item) is int and -_LARGEST_INTEGER <= item < _LARGEST_INTEGER for item in value]):  # a random state has hundreds
             return list(value)
         return self.items(value, place, depth)
 

@@ -40,7 +40,9 @@ _PIECE: Final = 2 << 20
 _DIRECT_PIECES: Final = 5
 _WRITER_COUNT: Final = 2
 _SYNC_COUNT: Final = 4
+"""Files and folders that are synced at the same time."""
 _MOST_UNSYNCED: Final = 64
+"""Files of a save that stay open until they are synced: the descriptors of a process are limited."""
 _DIRECT_BLOCK: Final = max(4096, mmap.PAGESIZE)
 _SMALL_COPY: Final = 1 << 16
 
