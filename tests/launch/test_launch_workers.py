@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.launch.worker_processes import StopRequested, WorkerProcesses, capture_signals, oom_kill_counts, open_descriptors
+from slipstream.launch.worker_processes import StopRequested, WorkerProcesses, capture_signals, oom_kill_counts, open_files
 
 PATIENT = 30.0
 
@@ -207,9 +207,9 @@ def test_ignored_hangup_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_open_descriptors_and_oom_counts():
+def test_open_files_and_oom_counts():
     """The system reports open files and memory kills."""
-    before = open_descriptors()
+    before = open_files()
     with open(os.devnull) as file:
-        assert open_descriptors() - before == {file.fileno()}
+        assert [opened.number for opened in open_files() - before] == [file.fileno()]
     assert oom_kill_counts() == oom_kill_counts()

@@ -183,3 +183,23 @@ def test_single_process_overrides_leftovers(launch, script):
     left = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     finished = launch("--cpu", "--num_processes", "1", script(DRAW), **left)
     assert finished.out.startswith("rank 0 of 1 drew"), finished
+
+
+FORKS = """
+import os, sys
+opened = [number for _ in range(20) for number in os.pipe()]
+inodes = [os.fstat(number).st_ino for number in opened]
+child = os.fork()
+if child == 0:
+    for number, inode in zip(opened, inodes):
+        if os.fstat(number).st_ino != inode:
+            os._exit(1)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_children_keep_files(launch, script):
+    """A process that a rank forks, such as the worker of a loader, has the files of the rank, each under its number."""
+    finished = launch("--cpu", "--num_processes", "2", script(FORKS))
+    assert (finished.code, finished.err) == (0, "")

@@ -62,6 +62,7 @@ from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, WorkerOutput
 from slipstream.launch.worker_main import ERROR_FILE_VARIABLE, SCRATCH_VARIABLE, STACK_FILE_VARIABLE, ForkedWorker, set_environ
 from slipstream.launch.worker_processes import (
     KILL_AFTER,
+    OpenFile,
     ProcessExit,
     StopRequested,
     StopRequests,
@@ -70,7 +71,7 @@ from slipstream.launch.worker_processes import (
     capture_signals,
     flush_streams,
     oom_kill_counts,
-    open_descriptors,
+    open_files,
     terminate_descendants,
 )
 
@@ -116,7 +117,7 @@ class Agent(_Agent):
         rendezvous: StaticRendezvous | TorchRendezvous,
         requests: StopRequests,
         folder: LogFolder,
-        inherited: frozenset[int],
+        inherited: frozenset[OpenFile],
         environment: Mapping[str, str],
         log: Callable[[str], None],
     ) -> None:
@@ -262,7 +263,7 @@ class Agent(_Agent):
             environment=environment,
             stdout=stdout,
             stderr=stderr,
-            foreign=open_descriptors() - self._inherited,
+            foreign=open_files() - self._inherited,
             handlers=self._requests.previous,
             blocked=frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             parent=os.getpid(),
@@ -538,7 +539,7 @@ def run_agent(plan: LaunchPlan) -> LaunchResult:
         set_environ(plan.environment)  # before torch is imported: the number of threads is read then
         plan = _import_modules(plan)
         become_subreaper()
-        inherited = open_descriptors() - ({listener[0].fileno()} if listener else set())
+        inherited = frozenset(file for file in open_files() if listener is None or file.number != listener[0].fileno())
         try:
             with capture_signals() as requests:
                 return _run_job(plan, requests, folder, inherited, listener)
@@ -627,7 +628,7 @@ def _run_job(
     plan: LaunchPlan,
     requests: StopRequests,
     folder: LogFolder,
-    inherited: frozenset[int],
+    inherited: frozenset[OpenFile],
     listener: tuple[socket.socket, StoreAddress] | None,
 ) -> LaunchResult:
     log = partial(_log, plan)

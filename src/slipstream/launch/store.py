@@ -152,16 +152,16 @@ def connect_store(
     """
     from torch._C._distributed_c10d import TCPStore
 
-    from slipstream.launch.worker_processes import open_descriptors
+    from slipstream.launch.worker_processes import open_files
 
     wait_for_listener(address, patience, check, log)
     if not is_known:
         _check_is_store(address, patience)
-    before = open_descriptors()
+    before = open_files()
     with silence_stderr():
         store = TCPStore(address.host, address.port, None, False, timedelta(seconds=limit), wait_for_workers=False)
-    for number in open_descriptors() - before:
-        _set_keepalive(number, address.port, limit)
+    for file in open_files() - before:
+        _set_keepalive(file.number, address.port, limit)
     return store
 
 

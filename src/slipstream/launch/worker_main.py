@@ -31,7 +31,7 @@ from slipstream.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.launch.failure_report import WorkerError, write_worker_error
 from slipstream.launch.plan import Target
 from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, install_warning_dedup
-from slipstream.launch.worker_processes import die_with_parent, flush_streams
+from slipstream.launch.worker_processes import OpenFile, die_with_parent, flush_streams
 
 __all__ = [
     "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "SCRATCH_VARIABLE", "STACK_FILE_VARIABLE", "end_interpreter", "run_target",
@@ -237,7 +237,7 @@ class ForkedWorker:
     stdout: int | None
     stderr: int | None
     """Open files that replace the standard streams, or None to keep them."""
-    foreign: frozenset[int]
+    foreign: frozenset[OpenFile]
     """Open files of the launcher, to be closed in the worker."""
     handlers: Mapping[signal.Signals, Any]
     """The signal handlers from before the launcher installed its own."""
@@ -254,13 +254,23 @@ class ForkedWorker:
         for source, place in ((self.stdout, 1), (self.stderr, 2)):
             if source is not None:
                 os.dup2(source, place)
-        for number in self.foreign:
-            with contextlib.suppress(OSError):
-                os.close(number)
+        self._close_foreign()
         os.environ.clear()
         set_environ(self.environment)
         _reseed()
         run_worker(self.target)
+
+    def _close_foreign(self) -> None:
+        """Close the files of the launcher, but not what has taken their numbers since the fork.
+
+        torch internals: libuv, on which torch's store runs, replaces a pipe of its own at the beginning of every forked child, and the new
+        one gets the numbers of the old one (torch 2.13). If it were closed here, libuv would close in the children of this process, such as
+        the workers of a loader, what has these numbers by then. tests/launched/test_launched_runs.py notices.
+        """
+        for file in self.foreign:
+            with contextlib.suppress(OSError):  # closed already
+                if os.fstat(file.number).st_ino == file.inode:
+                    os.close(file.number)
 
 
 def set_environ(environment: Mapping[str, str]) -> None:

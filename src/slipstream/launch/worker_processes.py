@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 __all__ = [
-    "KILL_AFTER", "ProcessExit", "StopRequested", "StopRequests", "WorkerProcesses", "become_subreaper", "capture_signals",
-    "die_with_parent", "flush_streams", "oom_kill_counts", "open_descriptors", "terminate_descendants",
+    "KILL_AFTER", "OpenFile", "ProcessExit", "StopRequested", "StopRequests", "WorkerProcesses", "become_subreaper", "capture_signals",
+    "die_with_parent", "flush_streams", "oom_kill_counts", "open_files", "terminate_descendants",
 ]
 
 
@@ -52,14 +52,20 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os._exit(128 + signum)
 
 
-def open_descriptors() -> frozenset[int]:
-    """Return the numbers of the files that this process has open; empty where the system does not list them."""
-    found: set[int] = set()
+class OpenFile(NamedTuple):
+    """An open file of a process. A number alone does not identify it: once it is closed, the next file that is opened gets the number."""
+
+    number: int
+    inode: int
+
+
+def open_files() -> frozenset[OpenFile]:
+    """Return the files that this process has open; empty where the system does not list them."""
+    found: set[OpenFile] = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                os.fstat(int(name))  # fails for the file through which the list itself was read
-                found.add(int(name))
+            with contextlib.suppress(OSError):  # raised for the file through which the list itself was read
+                found.add(OpenFile(int(name), os.fstat(int(name)).st_ino))
     return frozenset(found)
 
 
