@@ -272,6 +272,22 @@ def test_look_at_a_loaded_position(kind: str, options: dict[str, Any]) -> None:
         assert list(entry) == epochs[2]
 
 
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unread_iterator(kind: str, options: dict[str, Any]) -> None:
+    """An iterator of which nothing was asked takes no epoch and no loaded position: it begins where the loader stands when it is read."""
+    epochs = epochs_of(kind)
+    loader = prepared(KINDS[kind](), **options)
+    early = iter(loader)
+    assert (loader.epoch, loader.state_dict()["epoch"]) == (0, 0)
+    loader.load_state_dict(saved_at(1, 3, kind))
+    for unread in (loader, skip_first_batches(loader, 3)):
+        assert list(zip([], unread, strict=False)) == []
+        assert (loader.epoch, loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 1, 3)
+    assert list(early) == epochs[1][3:]
+    assert list(loader) == epochs[2]
+
+
 def test_reading_on_from_a_loaded_position() -> None:
     """Two batches of it read, or one trained on: it is used up, and the next pass is the next epoch."""
     epochs = epochs_of()

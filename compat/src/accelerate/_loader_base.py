@@ -317,14 +317,13 @@ class DataLoaderAdapter(DataLoaderStateMixin, PreparedLoader):
         start = epochs.following(self.gradient_state.trained)
         return start, start.samples or 0
 
-    def _open(self) -> LoaderPass:
+    def _open(self, loader_pass: LoaderPass) -> None:
         loaded = self._epochs.loaded if self._epochs.waits else None
-        loader_pass = super()._open()
+        super()._open(loader_pass)
         self._final_remainder = None
         self._epochs.next = loader_pass.epoch  # the pass counts where it ends
         if loaded is not None and loaded.epoch == loader_pass.epoch and (not loaded.left or loader_pass.begun_at):
             loader_pass.sampler_start = loaded.extra.get("order")
-        return loader_pass
 
     def _finish(self, loader_pass: LoaderPass, exhausted: bool) -> None:
         epochs, now = self._epochs, self.gradient_state.trained

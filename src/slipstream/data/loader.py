@@ -2,8 +2,9 @@
 
 This is the part that all kinds share: one generator that enters and leaves the gradient state, records each batch, moves it to the
 device, and counts. `map_loader.py`, `stream_loader.py` and `dispatch_loader.py` say which batches there are. Every iteration is the next
-epoch, also after a `break`, until `set_epoch` is called. A loader can be iterated inside itself, pickled and copied, and attributes of the
-user's loader can be read on it. It never reads ahead and never touches the user's random state.
+epoch, also after a `break`, until `set_epoch` is called; it begins where the loader stands when its first batch is asked for. A loader can
+be iterated inside itself, pickled and copied, and attributes of the user's loader can be read on it. It never reads ahead and never
+touches the user's random state.
 """
 
 from __future__ import annotations
@@ -220,14 +221,15 @@ class PreparedLoader(DataLoader[Any]):
     __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's `__setattr__` protects its own loaders, and costs a call each time
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # our own generator, not torch's iterator
-        meter, batches = self.gradient_state.meter, self._run(self._open())
+        state = self.gradient_state
+        meter, batches = state.meter, self._run(LoaderPass(trained=state.trained, inside=state.position()))
         if meter is None:
             return batches
         rank = self.data_rank.rank
         return time_batches(batches, meter, self, rank, None if self.original.batch_size is None else self._given[rank])
 
-    def _open(self) -> LoaderPass:
-        """Return the pass that begins now."""
+    def _open(self, loader_pass: LoaderPass) -> None:
+        """Begin a pass where the loader stands now. It is called with the first batch: an unread iterator takes no epoch or position."""
         epochs, state = self._epochs, self.gradient_state
         if epochs.live:
             epochs.keep_loaded(epochs.live[-1], state.trained, self._load_extra_state)
@@ -237,13 +239,11 @@ class PreparedLoader(DataLoader[Any]):
         epochs.take(start)
         if self._skip is not None:
             self._skip_start = start.epoch, position
-        loader_pass = LoaderPass(
-            start.epoch, position, start.batches, resumed=start.loaded, trained=state.trained, inside=state.position()
-        )
+        loader_pass.epoch, loader_pass.start, loader_pass.begun_at = start.epoch, position, start.batches
+        loader_pass.resumed = start.loaded
         loader_pass.enclosing_passes = tuple((outer, outer.handed) for outer in epochs.live)
         if start.earlier is not None:
             loader_pass.sampler_start = start.earlier.sampler_start
-        return loader_pass
 
     def _start(self) -> tuple[PassStart, int]:
         """Return where the next pass begins, and that position in samples; change nothing."""
@@ -259,6 +259,7 @@ class PreparedLoader(DataLoader[Any]):
         return start, self._position(part)
 
     def _run(self, loader_pass: LoaderPass) -> Iterator[Any]:
+        self._open(loader_pass)
         state, epochs, move = self.gradient_state, self._epochs, self._move
         outer = (self.current, self.remainder)
         exhausted, previous, steps = False, None, self.steps_per_update
