@@ -251,6 +251,14 @@ def test_a_distributed_sampler_is_refused(within: bool) -> None:
         prepared(loader)
 
 
+@pytest.mark.parametrize("replacement", [False, True])
+def test_nothing_to_draw(replacement: bool) -> None:
+    """Samples to be drawn of an empty dataset are an error that says so."""
+    sampler = RandomSampler([], replacement=replacement, num_samples=5)
+    with pytest.raises(ConfigError, match="num_samples=5.* over a list without samples"):
+        list(prepared(loader_of(sampler)))
+
+
 class Reusing(Sampler[list[int]]):
     """Fills the same list again."""
 

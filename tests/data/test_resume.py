@@ -1021,6 +1021,8 @@ STATE = {"epoch": 1, "batches": 2, "samples": 4, "seed": 7, "left": 0}
         ({**STATE, "nominal": "2"}, "nominal='2'"),
         ({**STATE, "order_version": 3}, "order_version=3, and this version of slipstream knows 1, 2"),
         ({**STATE, "order_version": None}, "order_version=None"),
+        ({**STATE, "order_version": 2.0}, "order_version=2.0"),
+        ({**STATE, "order_version": True}, "order_version=True"),
     ],
 )
 def test_invalid_state_refused(state: Any, words: str) -> None:

@@ -239,7 +239,7 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
             "else: load it into the loader that it was saved of (prepare the same loaders in the same order)"
         )
     version = state.get("order_version", 1)
-    if version not in ORDER_VERSIONS:
+    if type(version) is not int or version not in ORDER_VERSIONS:
         raise ConfigError(
             f"the state of a loader of {name} has order_version={version!r}, and this version of slipstream knows "
             f"{', '.join(map(str, ORDER_VERSIONS))}: the rest of its epoch would be in another order. Resume with the version of "

@@ -95,6 +95,11 @@ def _compute_order(sampler: Any, kind: str, key: int) -> ComputedOrder:
     if kind == "SubsetRandomSampler":
         return Selection(sampler.indices, key)
     count, length = len(sampler.data_source), int(sampler.num_samples)
+    if length and not count:
+        raise ConfigError(
+            f"the DataLoader given to prepare has a RandomSampler(num_samples={length}) over a {type(sampler.data_source).__name__} "
+            "without samples: there is nothing to draw. Give it a dataset with samples, or leave out this loader."
+        )
     if sampler.replacement:
         return Draws(count, length, key)
     return Permutation(count, key) if count == length else RepeatedPermutation(count, length, key)
