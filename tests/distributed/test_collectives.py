@@ -239,6 +239,21 @@ def test_gather_gradient_equals_one_process(ranks: Any, world: int) -> None:
         assert result == ([2 * weight * row for row in range(rank + 1)], weight)
 
 
+def test_gradient_beside_masks(ranks: Any) -> None:
+    """Masks, ids and fixed rows that are gathered with what has a gradient take no part in the backward pass."""
+
+    def run(state: PartialState) -> Any:
+        own = torch.ones(state.process_index + 1, requires_grad=True)
+        mask = torch.tensor([True, False])
+        ids = torch.tensor([3], dtype=torch.uint16)
+        fixed = torch.tensor([2.0])
+        rows, masks, every_id, weights = state.gather((own, mask, ids, fixed), with_gradient=True)
+        ((rows**2).sum() * weights.sum()).backward()
+        return own.grad.tolist(), masks.tolist(), every_id.tolist(), fixed.grad
+
+    assert everyone(ranks(2), run) == [([16.0] * (rank + 1), [True, False] * 2, [3, 3], None) for rank in range(2)]
+
+
 def test_reduce_python_numbers(ranks: Any) -> None:
     """Python numbers are reduced to python numbers."""
     assert (

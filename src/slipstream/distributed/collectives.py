@@ -626,10 +626,12 @@ class _GatherFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        totals = reduce(ctx.channel, ctx.limits, list(gradients), "sum", operation="gather backward")
+        needed = ctx.needs_input_grad[2:]  # the same on all ranks; masks and ids have no gradient that could be added up
+        wanted = [gradient for gradient, is_needed in zip(gradients, needed, strict=True) if is_needed]
+        totals = iter(reduce(ctx.channel, ctx.limits, wanted, "sum", operation="gather backward"))
         own = [
-            total[start : start + (shape[0] if shape else 1)].reshape(shape).clone()  # it may become a gradient that is kept
-            for total, start, shape in zip(totals, ctx.starts, ctx.shapes, strict=True)
+            next(totals)[start : start + (shape[0] if shape else 1)].reshape(shape).clone() if is_needed else None  # it may be kept
+            for start, shape, is_needed in zip(ctx.starts, ctx.shapes, needed, strict=True)
         ]
         return None, None, *own
 
