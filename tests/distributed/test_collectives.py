@@ -399,6 +399,23 @@ def test_large_reductions(ranks: Any, world: int) -> None:
         torch.testing.assert_close(found[0][index], combined.to(dtype))
 
 
+@pytest.mark.parametrize("size", [3, 300_001])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_rounded_once(ranks: Any, dtype: torch.dtype, size: int) -> None:
+    """Sums and means of a half type are those of one process in every size: partial sums neither overflow nor lose small terms."""
+    rows = [[40000.0, 256.0], [40000.0, 1.0], [-40000.0, 1.0]]
+
+    def run(state: PartialState) -> list[list[float]]:
+        data = torch.tensor(rows[state.process_index], dtype=dtype).repeat(size)
+        found = [state.reduce(data, "sum"), state.reduce(data, "mean")]
+        assert {tensor.dtype for tensor in found} == {dtype}
+        return [tensor.unique().tolist() for tensor in found]
+
+    stacked = torch.tensor(rows).to(dtype).float()
+    expected = [sorted(combined.to(dtype).tolist()) for combined in (stacked.sum(dim=0), stacked.mean(dim=0))]
+    assert everyone(ranks(3), run) == [expected] * 3
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_reduce_of_large_and_small(ranks: Any, world: int) -> None:
     """Large tensors are combined in their results and small ones together, and nothing that was passed changes."""

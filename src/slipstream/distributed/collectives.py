@@ -338,6 +338,7 @@ _REDUCED_ALONE = 1 << 20
 _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _REDUCE_DTYPES = {**dict(zip(_REDUCIBLE, _REDUCIBLE, strict=True)), torch.int16: torch.int32, torch.bool: torch.uint8}
 """The types that every backend can combine, and the types that are converted to one of these. Complex numbers travel as two parts."""
+_HALF = (torch.float16, torch.bfloat16)
 _CONVERSION_ADVICE = {
     "float": (".float()", ".astype('float32')", "float(...)"),
     "int": (".long()", ".astype('int64')", "int(...)"),
@@ -422,9 +423,12 @@ def _all_reduce(guarded: GuardedCall, packed: list[PackedTensor], reduction: str
     results: list[torch.Tensor] = [pack.tensor for pack in packed]
     for members in groups.values():
         flat = torch.cat([packed[index].tensor.reshape(-1) for index in members])  # a copy also of one
-        guarded.all_reduce(flat, "sum" if reduction == "mean" else reduction)
+        adds = reduction in ("sum", "mean")
+        total = flat.float() if adds and flat.dtype in _HALF else flat  # rounded once, as on one process
+        guarded.all_reduce(total, "sum" if adds else reduction)
         if reduction == "mean":
-            flat /= world_size
+            total /= world_size
+        flat = total.to(flat.dtype)
         parts = torch.split(flat, [packed[index].tensor.numel() for index in members])
         for index, part in zip(members, parts, strict=True):
             results[index] = flat if len(members) == 1 else part.clone()
