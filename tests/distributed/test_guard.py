@@ -14,6 +14,7 @@ from slipstream.distributed.current import reset
 from slipstream.distributed.guard import Limits
 from slipstream.distributed.scatter import scatter
 from slipstream.errors import DistributedOperationException
+from slipstream.utils import copy_tensor_to_devices
 
 Act = Callable[[PartialState, int], Any]
 
@@ -239,13 +240,14 @@ def test_refusal_reaches_other_ranks(ranks: Any) -> None:
             lambda: state.gather(endless if main else [1]),
             lambda: state.gather([1], dst=7 if main else 0),
             lambda: state.gather_object([1] if main else 1),
+            lambda: copy_tensor_to_devices((lambda: 1) if main else None),
         ):
             with pytest.raises((MismatchError, TypeError, ValueError, RecursionError)):
                 act()
             refused.append(state.gather([1]) == [1, 1])
         return refused
 
-    assert ranks(2).run(run) == [[True] * 5] * 2
+    assert ranks(2).run(run) == [[True] * 6] * 2
 
 
 def test_long_structures_show_difference(ranks: Any) -> None:

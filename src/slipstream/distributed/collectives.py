@@ -533,8 +533,8 @@ def broadcast_from_owner(
 ) -> torch.Tensor:
     """Return the tensor that exactly one rank has, on all of them."""
     body = Body()
-    if tensor is not None:
-        body.add_bytes(codec.encode(tensor))
+    with _announce_failures(channel, limits, operation):
+        body.add_bytes(b"" if tensor is None else codec.encode(tensor))
     with channel.guard(make_call(operation, "", lambda: "None" if tensor is None else describe_tensor(tensor)), limits) as guarded:
         owned = [data.tobytes() for data in guarded.exchange(body) if data.size]
     if len(owned) != 1:
