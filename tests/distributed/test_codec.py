@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle  # noqa: TID251 - to see that it is not used
+import tracemalloc
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,21 @@ def test_foreign_objects_round_trip() -> None:
     """Objects of foreign classes come back among plain data."""
     value = {"plain": [1, 2], "foreign": Foreign("a"), "ordered": OrderedDict(a=1)}
     assert codec.decode(codec.encode(value)) == value
+
+
+def test_cyclic_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that refer to each other are an error at once, and do not fill the memory before it."""
+    monkeypatch.setattr(codec, "_DEEPEST", 12)  # enough to take 6 MB where each level holds more than the one before
+    root: dict[str, Any] = {"children": []}
+    root["children"] += [{"parent": root} for _ in range(30)]
+    tracemalloc.start()
+    try:
+        for transient in (False, True):
+            with pytest.raises(RecursionError):
+                codec.encode(root, transient=transient)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_plain_only_refuses_foreign_classes() -> None:

@@ -134,8 +134,8 @@ def _is_json(value: Any) -> bool:
     for _ in range(_DEEPEST):
         if not _JSON_TYPES.issuperset(map(type, level)):
             return False
-        lists = [item for item in level if type(item) is list]
-        dicts = [item for item in level if type(item) is dict]
+        lists = _distinct([item for item in level if type(item) is list])
+        dicts = _distinct([item for item in level if type(item) is dict])
         if not lists and not dicts:
             return True
         keys = set(chain.from_iterable(dicts))
@@ -154,10 +154,15 @@ def _is_builtin(value: Any) -> bool:
             return False
         if kinds.isdisjoint(_NESTED):
             return True
-        dicts = [item for item in level if type(item) is dict]
-        rows = [item for item in level if type(item) is list or type(item) is tuple]
+        dicts = _distinct([item for item in level if type(item) is dict])
+        rows = _distinct([item for item in level if type(item) is list or type(item) is tuple])
         level = list(chain(*rows, *dicts, *map(dict.values, dicts)))
     return False
+
+
+def _distinct(containers: list[Any]) -> list[Any]:
+    """Return each container once: the levels of data that refers to itself would grow without end."""
+    return list(dict(zip(map(id, containers), containers, strict=True)).values())
 
 
 class _Encoder:
