@@ -176,6 +176,25 @@ print(terminate_descendants())
     assert gone(int(pid))
 
 
+def test_descendants_that_end_by_themselves():
+    """What ends when its parent has ended, as helpers of multiprocessing do, is not ended and not named."""
+    program = """
+import os, subprocess, sys
+from slipstream.launch.worker_processes import become_subreaper, terminate_descendants
+become_subreaper()
+helper = "import os, time; ready = os.write(1, b'ready'); os.read(0, 1); time.sleep(0.05)"
+orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {helper!r}], stdin=0, start_new_session=True)"
+reader, writer = os.pipe()
+out, into = os.pipe()
+subprocess.run([sys.executable, "-c", orphan], stdin=reader, stdout=into, check=True)
+os.read(out, 5)
+os.close(reader)
+os.close(writer)
+print(terminate_descendants())
+"""
+    assert subprocess.run(python(program), capture_output=True, timeout=PATIENT, check=True).stdout == b"[]\n"
+
+
 def test_no_descendants_no_work():
     """No descendants is no work."""
     program = "import sys; from slipstream.launch import worker_processes as w; print(w.terminate_descendants(), 'psutil' in sys.modules)"

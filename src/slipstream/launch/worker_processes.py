@@ -305,8 +305,12 @@ def _reap_adopted(own: set[int]) -> None:
             os.waitpid(found.si_pid, os.WNOHANG)
 
 
+_END_BY_THEMSELVES: Final = 0.5
+"""Seconds that descendants get to end: multiprocessing's resource tracker and fork server end when those they serve have ended."""
+
+
 def terminate_descendants() -> list[str]:
-    """End every remaining descendant of this process, adopted orphans included (`become_subreaper`); return their names."""
+    """End every remaining descendant of this process, adopted orphans included (`become_subreaper`); return the names of those ended."""
     if sys.platform == "linux":
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -314,7 +318,7 @@ def terminate_descendants() -> list[str]:
             return []  # no descendant is left, which is the usual case
     import psutil  # takes a while to import, and is hardly ever needed
 
-    found = psutil.Process().children(recursive=True)
+    _, found = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=_END_BY_THEMSELVES)
     named: list[str] = []
     for process in found:
         with contextlib.suppress(psutil.Error):
