@@ -30,8 +30,8 @@ from slipstream.errors import ConfigError
 
 __all__ = [
     "JsonLineFormatter", "LogFolder", "NOTIFIED", "STDERR", "STDOUT", "Tee", "WorkerFiles", "announce", "as_json_line",
-    "effective_handlers", "is_console_handler", "parse_tee", "record_message", "start_on_new_line", "use_json_formatter",
-    "warning_listeners",
+    "effective_handlers", "is_console_handler", "parse_tee", "printable_text", "record_message", "start_on_new_line",
+    "use_json_formatter", "warning_listeners",
 ]
 
 
@@ -314,7 +314,7 @@ class JsonLineFormatter(logging.Formatter):
         """Return numbers and booleans as they are, everything else as text."""
         if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
             return value
-        return self._redact(redact(name, value if isinstance(value, str) else _text(value)))
+        return self._redact(redact(name, value if isinstance(value, str) else printable_text(value)))
 
 
 def _timestamp(seconds: float) -> str:
@@ -331,10 +331,15 @@ def record_message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
     except Exception as problem:  # the arguments do not fit: keep the message
-        return f"{_text(record.msg)} {_text(record.args)} (these do not fit together: {problem})"
+        return f"{printable_text(record.msg)} {printable_text(record.args)} (these do not fit together: {problem})"
 
 
-def _text(value: object) -> str:
+def printable_text(value: object) -> str:
+    """Return the text of an object, or a note where its `__str__` raises.
+
+    >>> printable_text(3)
+    '3'
+    """
     try:
         return str(value)
     except Exception as problem:  # a class whose __str__ raises

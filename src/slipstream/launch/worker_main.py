@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import io
@@ -23,12 +24,14 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from slipstream.config.sources import get_int_from_env, patch_environment
 from slipstream.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.launch.failure_report import WorkerError, write_worker_error
+from slipstream.launch.output import printable_text
 from slipstream.launch.plan import Target
 from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, install_warning_dedup
 from slipstream.launch.worker_processes import OpenFile, die_with_parent, flush_streams
@@ -167,14 +170,16 @@ def end_interpreter(code: int) -> NoReturn:
         # What the interpreter calls first when it ends. Private in CPython 3.10 to 3.13; tests/launch/test_launch_worker.py notices.
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _flush_files()  # first: the collector may close the buffer of a text file before the text has been written to it
+    stuck: list[Any] = []
+    _flush_files(stuck)  # first: the collector may close the buffer of a text file before the text has been written to it
     program = _program_modules()
     _kept = _process_groups(program)
     for name in program:
         del sys.modules[name]
     program.clear()
     gc.collect()
-    _flush_files()
+    _flush_files(stuck)
+    _ends_in_time(partial(ctypes.CDLL(None).fflush, None))  # what C and C++ code has printed and not written yet
     os._exit(code)
 
 
@@ -210,13 +215,39 @@ def _process_groups(program: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     return own + [model.__dict__.get("process_group") for model in models]
 
 
-def _flush_files() -> None:
-    """Flush files that the program never closed; text files first, because they write into byte files."""
+def _flush_files(stuck: list[Any]) -> None:
+    """Flush files that the program never closed; text files first, because they write into byte files.
+
+    A file that cannot be flushed in time goes to `stuck`, which keeps it from being closed, and is left out from then on.
+    """
     for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
         for file in [found for found in gc.get_objects() if type(found) is kind]:
-            with contextlib.suppress(ValueError, OSError):
-                file.flush()
+            if not any(file is known for known in stuck) and not _ends_in_time(partial(_flush, file)):
+                stuck += [file, getattr(file, "buffer", None)]
     flush_streams()
+
+
+def _flush(file: Any) -> None:
+    with contextlib.suppress(ValueError, OSError):
+        file.flush()
+
+
+_FLUSH_LIMIT: Final = 5.0
+"""Seconds that a file may take to be flushed while daemon threads run."""
+
+
+def _ends_in_time(flush: Callable[[], object]) -> bool:
+    """Flush a file, and return whether that has ended.
+
+    A daemon thread that writes to a pipe nobody reads has the lock of the file for ever; the interpreter does not wait for it either.
+    """
+    if threading.active_count() == 1:
+        flush()
+        return True
+    flusher = threading.Thread(target=flush, daemon=True)
+    flusher.start()
+    flusher.join(_FLUSH_LIMIT)
+    return not flusher.is_alive()
 
 
 ERROR_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_ERROR_FILE"
@@ -328,26 +359,31 @@ def _set_multiprocessing_folder(path: str) -> None:
 
 
 def _exit_code(request: SystemExit, error_path: str) -> int:
-    """Return the exit code that the interpreter would use; a text is the message of a failure."""
-    if request.code is None:
+    """Return the exit code that the interpreter would use; any other object is the message of a failure."""
+    given: Any = request.code
+    if given is None or (isinstance(given, int) and given == 0):
         return 0
-    if request.code != 0:
-        sys.last_type, sys.last_value = SystemExit, RuntimeError(f"exit code {request.code}")  # for exit handlers; see `_record_failure`
-    if isinstance(request.code, int):
-        return request.code & 0xFF if request.code.bit_length() < 64 else 0xFF  # what does not fit into a C integer is -1
-    _write_error(WorkerError(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), error_path)
+    text = printable_text(given)
+    sys.last_type, sys.last_value = SystemExit, RuntimeError(f"exit code {text}")  # for exit handlers; see `_record_failure`
+    if isinstance(given, int):
+        return given & 0xFF if given.bit_length() < 64 else 0xFF  # what does not fit into a C integer is -1
+    _write_error(WorkerError(kind="exit", type="SystemExit", message=text, traceback="", when=time.time()), error_path)
     return 1
 
 
 def _record_failure(error: BaseException, error_path: str) -> int:
     """Write an uncaught exception to the error file; return its exit code."""
     when = time.time()
-    sys.last_type, sys.last_value = type(error), RuntimeError(str(error))  # for exit handlers: the text without the frames
+    sys.last_type, sys.last_value = type(error), RuntimeError(printable_text(error))  # for exit handlers: the text without the frames
     error.__traceback__ = user_traceback(error)
-    _call_excepthooks(error)
     kind, code = _kind_and_code(error)
+    try:
+        _call_excepthooks(error)
+    except SystemExit as request:  # of the user's hook
+        code = _exit_code(request, error_path)
     text = "" if kind in ("interrupt", "peer") else "".join(traceback.format_exception(error))
-    _write_error(WorkerError(kind=kind, type=_qualified_name(type(error)), message=str(error), traceback=text, when=when), error_path)
+    record = WorkerError(kind=kind, type=_qualified_name(type(error)), message=printable_text(error), traceback=text, when=when)
+    _write_error(record, error_path)
     return code
 
 
@@ -358,7 +394,11 @@ def _call_excepthooks(error: BaseException) -> None:
         hook.look_at_failure(error)
         hook = hook.previous
     if _is_user_hook(hook):
-        hook(type(error), error, error.__traceback__)
+        try:
+            hook(type(error), error, error.__traceback__)
+        except Exception:  # the user's code: it must not hide the failure
+            print("Error in sys.excepthook:", file=sys.stderr)
+            traceback.print_exc()
 
 
 def _is_user_hook(hook: Any) -> bool:
