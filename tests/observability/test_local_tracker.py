@@ -245,6 +245,24 @@ def test_no_image(given: Any) -> None:
         to_image(given)
 
 
+@pytest.mark.parametrize("huge", [10**400, -(10**5000)], ids=["plus", "minus"])
+def test_integers_beyond_floats(tracker: LocalTracker, huge: int) -> None:
+    """An integer that is no float is stored as infinite, and the other values of its call are kept."""
+    tracker.store_init_configuration({})
+    tracker.log({"loss": 0.5, "huge": huge})
+    tracker.log({"text": "a", "huge": huge})
+    sign = "inf" if huge > 0 else "-inf"
+    assert [line["values"] for line in lines_of(tracker)[1:]] == [{"loss": 0.5, "huge": sign}, {"huge": sign, "text": "a"}]
+
+
+def test_step_beyond_index(tracker: LocalTracker) -> None:
+    """A step that an entry of the index cannot hold is written like any other."""
+    tracker.store_init_configuration({})
+    for _ in range(INDEX_EVERY + 1):
+        tracker.log({"loss": 0.5}, step=2**70)
+    assert [line["step"] for line in lines_of(tracker)[1:]] == [2**70] * (INDEX_EVERY + 1)
+
+
 def test_image_files(tracker: LocalTracker) -> None:
     """Pictures are files of the run that its lines name."""
     tracker.log_images({"a/b": torch.rand(2, 3, 4, 5), "a-b": numpy.zeros((4, 5))}, step=3)

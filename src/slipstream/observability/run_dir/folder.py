@@ -44,7 +44,8 @@ __all__ = [
 INDEX_EVERY: Final = 1024
 """Lines from one entry of the index to the next."""
 INDEX_RECORD: Final = struct.Struct("<QQqd")
-"""Number of the line, its first byte, its step (-1 for none), its time."""
+"""Number of the line, its first byte, its step (-1 for none, or one that does not fit), its time."""
+_STEP_BITS: Final = 63
 
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _CHUNK: Final = 1 << 20
@@ -130,7 +131,8 @@ class JsonLinesWriter:
             self._torn = False
             self.lines += 1
         if self._index is not None and self.lines % INDEX_EVERY == 0:
-            os.write(self._index, INDEX_RECORD.pack(self.lines, self.size, -1 if step is None else step, time))
+            place = -1 if step is None or step.bit_length() > _STEP_BITS else step
+            os.write(self._index, INDEX_RECORD.pack(self.lines, self.size, place, time))
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

@@ -29,7 +29,7 @@ from slipstream.logging import get_logger
 from slipstream.observability.run_dir.folder import JsonLinesWriter, RunFolder, replacing
 from slipstream.observability.trackers.base import GeneralTracker, ImageMixin, TableMixin, check_logging_folder, on_main_process
 from slipstream.observability.trackers.images import ImagesByName, encode_png
-from slipstream.observability.trackers.values import Table, raise_if_unsupported, sort_values, to_plain
+from slipstream.observability.trackers.values import MAX_BITS, Table, raise_if_unsupported, sort_values, to_plain
 
 __all__ = ["LocalTracker"]
 
@@ -149,7 +149,7 @@ class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
             if kind is tensor and value.is_cpu and value.numel() == 1:
                 value = value.item()
                 kind = type(value)
-            if (kind is not float or value - value != 0.0) and kind is not int:
+            if (kind is not float or value - value != 0.0) and (kind is not int or value.bit_length() > MAX_BITS):
                 return False
             parts.append(f"{spelled.get(name) or self._spell(name)}{value!r}")
         now = time.time()

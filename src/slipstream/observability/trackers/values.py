@@ -21,13 +21,15 @@ from numbers import Real
 from typing import Any
 
 __all__ = [
-    "RejectedValuesError", "Table", "UnsupportedTypeError", "ValuesByKind", "describe_type", "fetch_scalars", "flatten", "make_table",
-    "raise_if_unsupported", "sort_values", "to_number", "to_plain",
+    "MAX_BITS", "RejectedValuesError", "Table", "UnsupportedTypeError", "ValuesByKind", "describe_type", "fetch_scalars", "flatten",
+    "make_table", "raise_if_unsupported", "sort_values", "to_number", "to_plain",
 ]
 
 
 _MAX_ELEMENTS = 1000
 """Tensors with more elements are described and not written out."""
+MAX_BITS = 1023
+"""Integers with more bits are no floats; they are stored as infinite."""
 _MAX_DEPTH = 50
 """Levels of nested data that are written out; what is deeper is three dots."""
 
@@ -259,6 +261,8 @@ def sort_values(values: Mapping[str, Any], own: str | None = None) -> ValuesByKi
         value = _try_number(given)
         if isinstance(value, bool):
             found.numbers[name] = int(value)
+        elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+            found.numbers[name] = math.copysign(math.inf, value > 0 or -1)
         elif isinstance(value, int | float):
             found.numbers[name] = value
         elif isinstance(value, Real):
