@@ -161,6 +161,29 @@ def test_redispatch_keeps_weights(tmp_path):
     assert torch.equal(run(model), run(small(seed=0)))
 
 
+def test_release_leaves_buffers_between(tmp_path):
+    """A buffer that is in memory again, and stands between offloaded weights in the file, keeps what was written to it."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.z = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+            self.register_buffer("middle", torch.zeros(128))
+
+        def forward(self, x):
+            self.middle += 1
+            return self.z(self.a(x)) + self.middle
+
+    model = nn.Sequential(*(Mixed() for _ in range(8)))
+    path, limit = tmp_path / "m.safetensors", 4 * 2 * 128 * 128 * 4  # room for four of the eight
+    safetensors.torch.save_file(dict(sorted(model.state_dict().items())), path)
+    load_checkpoint_and_dispatch(model, path, {"": "disk"}, offload_buffers=True, limit=limit)
+    dispatch_model(model, {"": "disk"}, limit=limit)
+    for _ in range(3):
+        model(torch.ones(1, 128))
+    assert [block.middle.tolist() for block in model] == [[3.0] * 128] * 8
+
+
 def test_second_cpu_offload_keeps_hooks(tmp_path):
     """A second offload to memory and another kind of hook."""
     class Doubling(ModelHook):

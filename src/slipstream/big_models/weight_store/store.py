@@ -198,7 +198,7 @@ _SECTOR: Final = 4096
 class WeightBlock:
     """Tensors that are used together; `spans` has the file and bytes of each, or None if it is in memory."""
 
-    __slots__ = ("active", "requested", "name", "number", "parts", "present", "size", "spans", "tensors")
+    __slots__ = ("active", "requested", "name", "number", "owned", "parts", "present", "size", "spans", "tensors")
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor], spans: Sequence[tuple[MappedFile, Span] | None]) -> None:
         self.name = name
@@ -215,7 +215,10 @@ class WeightBlock:
         for place in spans:
             if place is not None:
                 files.setdefault(place[0], []).append(place[1])
+        self.owned = tuple((file, span) for file, found in files.items() for span in merge_spans(found, gap=1))
+        """The bytes of its tensors, which are released; a tensor between them may be in use elsewhere, and have been written to."""
         self.parts = tuple((file, span) for file, found in files.items() for span in merge_spans(found))
+        """What is read: the same with small gaps between them, in fewer calls."""
         self.size = sum(span[1] - span[0] for _, span in self.parts)
 
     @property
@@ -242,13 +245,13 @@ class WeightBlock:
 
     def give_back(self) -> None:
         """Release the memory; the next use reads again."""
-        for file, span in self.parts:
+        for file, span in self.owned:
             file.give_back(span)
         self.requested = self.present = False
 
     def restore(self) -> None:
         """Discard what was written to its tensors."""
-        for file, span in self.parts:
+        for file, span in self.owned:
             file.restore(span)
         self.requested = self.present = False
 
