@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import slipstream
 from slipstream import infer_auto_device_map, load_checkpoint_and_dispatch
 from slipstream.big_models.layer_major import find_weight_stores
-from slipstream.big_models.weight_store.store import MappedFile
 from slipstream.big_models.weight_store.weights import OffloadedWeightsLoader, PrefixedDataset
 from slipstream.checkpoint.model_io import save_model
+from slipstream.files import mapped_file
+from slipstream.files.mapped_file import MappedFile
 
 PACKAGE = str(Path(slipstream.__file__).parent)
 CALLS_OF_A_BLOCK = 15
@@ -106,7 +107,7 @@ class Operations(TorchDispatchMode):
 
 @torch.inference_mode()
 def test_forward_in_memory(tmp_path: Path, pages: Counter[str]) -> None:
-    """A forward whose pages are in memory enters three modules, asks the kernel once whether the file changed, and copies nothing."""
+    """A forward whose pages are in memory enters four modules, asks the kernel once whether the file changed, and copies nothing."""
     plain, model = on_disk(tmp_path, blocks=6)
     x = torch.randn(2, 64)
     for _ in range(3):
@@ -115,7 +116,7 @@ def test_forward_in_memory(tmp_path: Path, pages: Counter[str]) -> None:
     with counted_calls() as calls:
         model(x)
     modules = {"big_models/hooks/forward_hooks.py", "big_models/hooks/weight_swap.py", "big_models/weight_store/store.py"}
-    assert set(calls) == modules
+    assert set(calls) == {*modules, "files/mapped_file.py"}
     assert pages == {"check": 1}
     _, longer = on_disk(tmp_path / "longer", blocks=12)
     for _ in range(3):
@@ -192,6 +193,18 @@ def test_loading_grows_linearly(tmp_path: Path) -> None:
     few, many = loading_calls(tmp_path / "few", 100), loading_calls(tmp_path / "many", 200)
     assert many < 2.1 * few
     assert (many - few) / (100 * 4) < 550
+
+
+def test_file_is_mapped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading and dispatching map a file once, and read its header once."""
+    headers, maps = [], []
+    read, make = mapped_file.read_layout, MappedFile.__init__
+    monkeypatch.setattr(mapped_file, "read_layout", lambda *given: headers.append(given) or read(*given))
+    monkeypatch.setattr(MappedFile, "__init__", lambda *given: maps.append(given) or make(*given))
+    plain, model = on_disk(tmp_path, blocks=3)
+    assert (len(maps), len(headers)) == (1, 1)
+    x = torch.randn(2, 64)
+    assert torch.equal(model(x), plain(x))
 
 
 def test_asking_for_a_name_reads_nothing(tmp_path: Path) -> None:

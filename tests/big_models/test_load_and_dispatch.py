@@ -453,6 +453,24 @@ def test_a_folder_is_no_single_file(tmp_path):
         load_state_dict(tmp_path)
 
 
+def test_untied_weights_stay_apart(tmp_path):
+    """One tensor of the file for two weights that are not tied: a change of the one in memory does not reach the one on the disk."""
+
+    def pair():
+        return nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+
+    tied = pair()
+    tied[1].weight = tied[0].weight
+    save_model(tied, tmp_path)
+    with init_empty_weights():
+        model = pair()
+    load_checkpoint_and_dispatch(model, tmp_path, {"0": "cpu", "1": "disk"})
+    x, weight = torch.ones(1, 64), tied[1].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(model[1](x), x @ weight.t())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_generate_same(tmp_path, tied):
     """A transformers model generates the same tokens with and without offload."""

@@ -46,7 +46,7 @@ from slipstream.big_models.hooks.forward_hooks import (
 from slipstream.big_models.hooks.weight_swap import ModuleSlot, ModuleTensor, find_slots, wrap_like
 from slipstream.big_models.weight_store.offload_folder import group_by_size, save_offload_index, write_offload_files
 from slipstream.big_models.weight_store.store import decide_residency
-from slipstream.big_models.weight_store.weights import INDEX_NAME, OffloadedWeightsLoader, PrefixedDataset, read_index
+from slipstream.big_models.weight_store.weights import INDEX_NAME, FileTensor, OffloadedWeightsLoader, PrefixedDataset, read_index
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import ConfigError, StateError
 from slipstream.files.atomic_files import check_local_path
@@ -109,7 +109,8 @@ def has_offloaded_modules(model: nn.Module) -> bool:
 
 
 def _offload_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
-    yield from (hook for hook in get_hooks(module) if isinstance(hook, AlignDevicesHook) and hook.offload)
+    if "_hf_hook" in vars(module):  # asking a module for an attribute that it does not have is slow
+        yield from (hook for hook in get_hooks(module) if isinstance(hook, AlignDevicesHook) and hook.offload)
 
 
 def _find_offloaded_weights(model: nn.Module) -> dict[str, _OffloadedWeight]:
@@ -166,7 +167,7 @@ class Dispatcher:
 
     Values that are not in the model come from `index` (weights in files; it overrides values in the model), `state`, the previous
     dispatch, `loaded_index` (set by loading) and the index of `folder`. `always`: offload weights even if they are in memory. `room`: the
-    bytes on the accelerator for offloaded weights; None if unknown.
+    bytes on the accelerator for offloaded weights; None if unknown. `in_place`: tensors of `index` in files that are mapped already.
     """
 
     loader_class: type[OffloadedWeightsLoader] = OffloadedWeightsLoader
@@ -181,6 +182,7 @@ class Dispatcher:
         state: Mapping[str, torch.Tensor] | None = None,
         index: _Entries | None = None,
         loaded_index: _Entries | None = None,
+        in_place: Mapping[str, FileTensor] | None = None,
         folder: Path | None = None,
         offload_buffers: bool = False,
         skip_keys: str | list[str] | None = None,
@@ -189,7 +191,7 @@ class Dispatcher:
     ) -> None:
         self._model, self._targets, self._always, self._room = model, targets, always, room
         self._state, self._index, self._loaded_index = state or {}, index or {}, loaded_index or {}
-        self._offload_buffers, self._skip_keys = offload_buffers, skip_keys
+        self._in_place, self._offload_buffers, self._skip_keys = in_place or {}, offload_buffers, skip_keys
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._blocks = {name: whole for name, whole in blocks.items() if is_called(self._modules[name])}
         self._slots = {name: list(find_slots(self._modules[name], whole)) for name, whole in self._blocks.items()}
@@ -212,7 +214,8 @@ class Dispatcher:
         loader = self._loader(offloaded, limit)
         sizes = [loader.size_of(tensor.name for tensor in block) for block in blocks.values()]
         loader.store.limit = _check_limit(limit, must_hold, names, sizes)
-        loader.copies_ahead = self._room is None or 2 * max(map(_block_size, blocks.values()), default=0) <= self._room
+        largest = max((sum(tensor.nbytes for tensor in block) for block in blocks.values()), default=0)
+        loader.copies_ahead = self._room is None or 2 * largest <= self._room
         self._place_all(tensors)
         shared = (tensor.value for tensor in tensors if len(tensor.slots) > 1 and tensor.value is not None)
         self._attach(blocks, loader, {value.data_ptr(): {} for value in shared})
@@ -377,6 +380,7 @@ class Dispatcher:
                 elif tensor.offloaded and tensor.value is not None:
                     state[slot.name] = tensor.value = tensor.value.to(HOST)
         loader = self.loader_class(state, self._folder, index, limit=limit)
+        loader.use_tensors({name: self._in_place[name] for name in index if name in self._in_place})
         for earlier in {id(weight.loader): weight.loader for weight in self._earlier.values()}.values():
             if earlier is not None:
                 loader.use_files_of(earlier)
@@ -635,10 +639,6 @@ def _room_on_device(device_map: Mapping[str, Any], targets: ResolvedDeviceMap) -
         return None
     taken: Iterator[int] = (getattr(device_map, name, {}).get(main, 0) for name in ("held", "activations"))
     return max(1, budget[main] - sum(taken))
-
-
-def _block_size(block: Iterable[ModuleTensor]) -> int:
-    return sum(tensor.nbytes for tensor in block)
 
 
 def choose_execution_device(model: nn.Module, given: Any) -> torch.device:

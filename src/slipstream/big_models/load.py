@@ -8,7 +8,6 @@ All checks come before the first change, and what needs memory of a device comes
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,7 @@ from slipstream.big_models.device_map.validation import HOST, ResolvedDeviceMap,
 from slipstream.big_models.dispatch import INDEX_ATTRIBUTE, dispatch_checked, has_offloaded_modules, keep_in_memory
 from slipstream.big_models.hooks.weight_swap import ModuleSlot, ModuleTensor, wrap_like
 from slipstream.big_models.weight_store.offload_folder import group_by_size, save_offload_index, write_offload_files
-from slipstream.big_models.weight_store.store import release_pages
-from slipstream.big_models.weight_store.weights import make_index_entry
+from slipstream.big_models.weight_store.weights import FileTensor, make_index_entry
 from slipstream.checkpoint.garbage import paused_collection
 from slipstream.checkpoint.model_io import load_weights, parse_dtype
 from slipstream.checkpoint.sharded import is_sharded
@@ -90,6 +88,8 @@ class LoadedWeights:
     """Index entries of the weights on the disk, with full paths of files."""
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Those that were written to the folder, with file names within it."""
+    in_place: dict[str, FileTensor] = field(default_factory=dict)
+    """The others, in the files that this load has mapped, where no weight in memory shares their bytes."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -134,11 +134,15 @@ class _LoadedTensor(ModuleTensor):
 
     def release(self) -> None:
         """Release the pages that were copied."""
-        if self.origin is not None and self.origin[0].layout is not None and isinstance(self.origin[0].buffer, mmap.mmap):
-            file, name = self.origin
-            assert file.layout is not None
-            entry, start = file.layout.entries[name], file.layout.data_start
-            release_pages(file.buffer, (start + entry.start, start + entry.end))
+        if (found := self.in_file()) is not None:
+            found.file.give_back(found.span)
+
+    def in_file(self) -> FileTensor | None:
+        """Return its value in a safetensors file; None if it comes from elsewhere."""
+        file, name = self.origin or (None, "")
+        if file is None or file.mapped is None or file.layout is None:
+            return None
+        return FileTensor(file.mapped, file.layout.span(file.layout.entries[name]), self.value)
 
 
 @torch.inference_mode(False)  # weights of that mode could not be used outside of it
@@ -174,8 +178,9 @@ def load_by_device_map(
         paths = {file.where: str(Path(file.where).absolute()) for file in files}
         offloaded = [tensor for tensor in tensors if tensor.target is None]
         index = {slot.name: _index_entry(tensor, written, options.folder, paths) for tensor in offloaded for slot in tensor.slots}
+        in_place = {slot.name: found for tensor in offloaded if (found := _used_in_place(tensor)) for slot in tensor.slots}
         _place_tensors(tensors, shown.update)
-    return LoadedWeights(report, index, written)
+    return LoadedWeights(report, index, written, in_place)
 
 
 def _open_files(source: WeightSource, where: str) -> list[WeightFile]:
@@ -349,6 +354,11 @@ def _index_entry(
     return make_index_entry(paths[file.where], name, tensor.wanted, tensor.value.shape)
 
 
+def _used_in_place(tensor: _LoadedTensor) -> FileTensor | None:
+    """Return the tensor of a file if the weight store may use it: writes into a weight in memory with the same bytes would reach it."""
+    return None if tensor.is_written or tensor.is_shared else tensor.in_file()
+
+
 def _why_written(tensor: _LoadedTensor) -> str:
     if tensor.is_converted:
         return f"{tensor.name} is {dtype_name(tensor.value.dtype)} in the checkpoint, and {dtype_name(tensor.wanted)} is wanted"
@@ -497,8 +507,8 @@ def load_checkpoint_and_dispatch(
     with paused_collection():
         found = _load(inner, path, device_map, options)
         whole = [*(preload_module_classes or ()), *parse_class_names(no_split_module_classes)]
-        sources = {"index": found.index, "folder": options.folder, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
-        dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), whole, force_hooks, limit, **sources)
+        sources = {"index": found.index, "in_place": found.in_place, "folder": options.folder, "offload_buffers": offload_buffers}
+        dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), whole, force_hooks, limit, skip_keys=skip_keys, **sources)
     return model
 
 

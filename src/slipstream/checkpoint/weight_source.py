@@ -9,7 +9,6 @@ take memory.
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -42,8 +41,9 @@ from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.checksum import digest
 from slipstream.files.disk import FileEntry
+from slipstream.files.mapped_file import MappedFile
 from slipstream.files.paths import ConfinedFolder, check_name
-from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
+from slipstream.files.safetensors_layout import SafetensorsLayout
 from slipstream.logging import get_logger
 
 __all__ = ["SHARDS_FILE", "WeightFile", "WeightSource", "find_weights", "is_safetensors", "is_torch_file", "read_index", "read_torch_file"]
@@ -105,10 +105,10 @@ _USUAL: Final = (
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A memory-mapped weight file: its tensors by name, and the layout if it is safetensors."""
+    """A weight file: its tensors by name, and the layout if it is safetensors; `mapped` is None if it stands for many shards."""
 
     where: str
-    buffer: Any
+    mapped: MappedFile | None
     tensors: Mapping[str, torch.Tensor]
     layout: SafetensorsLayout | None
     aliases: Mapping[str, str]
@@ -151,18 +151,16 @@ class WeightSource:
         """Return a file and its tensors; with an index, those that it lists for the file."""
         if name == SHARDS_FILE:
             return self._open_shards()
-        where = str(self.folder / name)
-        buffer = self._mapped(name, verify=verify)
+        file = self._map(name, verify=verify)
+        buffer = file.buffer
         if name.endswith(_SAFE) or (not name.endswith(_TORCH) and is_safetensors(buffer, len(buffer))):
-            layout = read_layout(lambda offset, count: memoryview(buffer)[offset : offset + count], len(buffer), where)
-            start = layout.data_start
+            layout = file.layout
             tensors = {
-                entry.name: from_buffer(buffer, entry.dtype, entry.shape, start + entry.start, start + entry.end)
-                for entry in layout.entries.values()
+                entry.name: from_buffer(buffer, entry.dtype, entry.shape, *layout.span(entry)) for entry in layout.entries.values()
             }
             aliases = {other: kept for other, kept in layout.metadata.items() if kept in tensors and other not in tensors}
-            return WeightFile(where, buffer, self._chosen(name, tensors), layout, aliases)
-        return WeightFile(where, buffer, self._chosen(name, _torch_tensors(buffer, where)), None, {})
+            return WeightFile(file.where, file, self._chosen(name, tensors), layout, aliases)
+        return WeightFile(file.where, file, self._chosen(name, _torch_tensors(buffer, file.where)), None, {})
 
     def _open_shards(self) -> WeightFile:
         if self.dcp is not None:
@@ -206,20 +204,20 @@ class WeightSource:
             )
         return {name: tensors[name] for name in wanted}
 
-    def _mapped(self, name: str, *, verify: bool = True) -> Any:
-        """Map a file copy-on-write."""
-        fd = self.descriptor(name)
+    def _map(self, name: str, *, verify: bool = True) -> MappedFile:
+        where, fd = str(self.folder / name), self.descriptor(name)
         try:
-            size = os.fstat(fd).st_size
-            buffer: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if size else bytearray()
+            file = MappedFile(fd, where)
         except OSError as error:
-            raise CheckpointError(f"{self.folder / name} cannot be read: {error.strerror}.") from error
-        finally:
-            os.close(fd)
+            raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
         entry = self.entries.get(name) if verify else None
-        if entry is not None and (size != entry.size or digest(buffer) != entry.checksum):
-            raise CheckpointError(f"{self.folder / name} is damaged: its checksum is not that in the manifest. Use another checkpoint.")
-        return buffer
+        if entry is not None and (file.size != entry.size or digest(file.buffer) != entry.checksum):
+            raise CheckpointError(f"{where} is damaged: its checksum is not that in the manifest. Use another checkpoint.")
+        return file
+
+    def _mapped(self, name: str) -> Any:
+        """Return the bytes of a mapped file."""
+        return self._map(name).buffer
 
 
 def is_safetensors(head: Any, size: int) -> bool:

@@ -79,16 +79,15 @@ class LoadReport:
 
         `where` (the file) and `kind` (the model's class) are for messages.
         """
-        logger = get_logger(__name__)
         if self.renamed:
             old, new = next(iter(self.renamed.items()))
-            logger.warning(
+            get_logger(__name__).warning(
                 f"{where}: {len(self.renamed)} names have the prefix of a wrapper ({old!r}) and are loaded as {new!r}."
             )
         if self.mismatched or (strict and not self):
             raise CheckpointError(self.described(where, kind, strict=strict))
         if not self:
-            logger.warning(self.described(where, kind, strict=strict))
+            get_logger(__name__).warning(self.described(where, kind, strict=strict))
 
     def described(self, where: str, kind: str, *, strict: bool) -> str:
         """Return the report as text: a few names of each kind, similar names, and what to do."""

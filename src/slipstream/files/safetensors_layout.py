@@ -71,6 +71,10 @@ class SafetensorsLayout:
     size: int
     metadata: dict[str, str] = field(default_factory=dict)
 
+    def span(self, entry: TensorEntry) -> tuple[int, int]:
+        """Return where the bytes of a tensor begin and end in the file."""
+        return self.data_start + entry.start, self.data_start + entry.end
+
 
 def file_order_key(size: int, item_size: int) -> tuple[bool, int]:
     """Return a key to sort tensors by for a file: their bytes, and those of an element.

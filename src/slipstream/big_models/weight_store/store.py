@@ -7,163 +7,31 @@ resident and the others pass through a small window, which is optimal for a cycl
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import mmap
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
 from slipstream.big_models.device_map.plan import PREFETCHED_BLOCKS
-from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.devices.memory import convert_bytes, host_memory
-from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.disk import set_direct_io
-from slipstream.files.paths import ConfinedFolder
-from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
+from slipstream.errors import ConfigError
+from slipstream.files.mapped_file import MappedFile, Span
 
 __all__ = [
-    "BlockScheduler", "DirectBlockReader", "MappedFile", "PageBundle", "Residency", "Span", "WeightBlock", "WeightStore",
-    "decide_residency", "merge_spans", "open_mapped_file", "release_pages",
+    "BlockScheduler", "DirectBlockReader", "PageBundle", "Residency", "WeightBlock", "WeightStore", "decide_residency", "merge_spans",
 ]
 
 
-# --- files and blocks --------------------------------------------------------------------------------------------------------
-
-Span = tuple[int, int]
-"""The first byte, and the one after the last."""
-
-_PAGE: Final = mmap.PAGESIZE
-_PREFETCH_CHUNK: Final = 1 << 20
-"""Bytes requested in one call: of a longer range Linux prefetches only the beginning (the read-ahead size of the disk)."""
-_POPULATE_READ: Final = 22
-"""Linux 5.14 and later: maps all pages of a range at once, and waits for those that are being read."""
+# --- blocks ------------------------------------------------------------------------------------------------------------------
 
 
-class MappedFile:
-    """A mapped file. It owns the descriptor `fd` and closes it when no tensor of it is used any more.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "numbers").write_bytes(bytes([1, 0, 2, 0]))
-    ...     file = open_mapped_file(Path(folder, "numbers"))
-    ...     file.tensor("I16", (2,), 0, 4)
-    tensor([1, 2], dtype=torch.int16)
-    """
-
-    def __init__(self, fd: int, where: str) -> None:
-        self.where = where
-        self._fd = fd
-        self._seen = _file_state(fd)
-        self.size = os.fstat(fd).st_size
-        self._map: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if self.size else bytearray()
-        self._address: int | None = None
-        self._direct: bool | None = None
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if (fd := getattr(self, "_fd", -1)) >= 0:
-            close(fd)
-
-    def layout(self) -> SafetensorsLayout:
-        """Return the layout of a safetensors file; its header is read and checked."""
-        view = memoryview(self._map)
-        return read_layout(lambda offset, count: view[offset : offset + count], self.size, self.where)
-
-    def tensor(self, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:
-        """Return the tensor of these bytes as a view of the file's pages; `dtype` as safetensors names it."""
-        return from_buffer(self._map, dtype, shape, start, end)
-
-    def check(self) -> None:
-        """Raise if the file was changed or truncated since it was opened: the next access to a truncated one would kill the process."""
-        if _file_state(self._fd) != self._seen:
-            raise CheckpointError(
-                f"{self.where} was changed while weights in it are in use. Write new weights to a new file and rename it to this name: "
-                "processes that have the old file open keep it. Load the model again."
-            )
-
-    def request(self, span: Span) -> None:
-        """Ask the kernel to read these bytes, without waiting."""
-        if hasattr(os, "posix_fadvise"):
-            for start in range(span[0], span[1], _PREFETCH_CHUNK):
-                os.posix_fadvise(self._fd, start, min(_PREFETCH_CHUNK, span[1] - start), os.POSIX_FADV_WILLNEED)
-        elif hasattr(mmap, "MADV_WILLNEED"):
-            start = span[0] // _PAGE * _PAGE
-            self._map.madvise(mmap.MADV_WILLNEED, start, span[1] - start)
-
-    def wait(self, span: Span) -> None:
-        """Wait until these bytes are in memory: computing on pages that are still being read would block at each of them.
-
-        Other threads continue meanwhile. On systems without such a call the pages are read on first access.
-        """
-        if sys.platform != "linux":  # elsewhere that number may mean something else
-            return
-        start = span[0] // _PAGE * _PAGE
-        if self._address is None:
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        _libc().madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(span[1] - start), _POPULATE_READ)
-
-    def give_back(self, span: Span) -> None:
-        """Release the whole pages among these bytes; they may stay in the page cache."""
-        release_pages(self._map, span)
-
-    def restore(self, span: Span) -> None:
-        """Discard what was written to these bytes, so that they have the values of the file again."""
-        self.give_back(span)
-        start, end = _whole_pages(span)
-        edges = [(span[0], start), (end, span[1])] if start < end else [span]
-        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as fresh:  # pages shared with other tensors are not released: copied instead
-            for start, end in edges:
-                self._map[start:end] = fresh[start:end]
-
-    def read_direct(self, start: int, into: memoryview, needed: int) -> None:
-        """Read `needed` bytes from `start` on with direct I/O; `start` and the length of `into` are multiples of a sector."""
-        if self._direct is None:
-            self._direct = set_direct_io(self._fd, True)
-        done = 0
-        while done < needed:
-            try:
-                count = os.preadv(self._fd, [into[done:]], start + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
-                    raise
-                self._direct = set_direct_io(self._fd, False)  # some file systems accept the flag and then require larger reads
-                continue
-            if not count:
-                raise CheckpointError(f"{self.where} ended early: it was shortened while weights in it are in use. Load the model again.")
-            done += count
-            if done % _PAGE and done < needed:
-                self._direct = set_direct_io(self._fd, False)
-
-
-def release_pages(mapped: Any, span: Span) -> None:
-    """Release the whole pages of a mapping among these bytes; they are read again on the next use."""
-    start, end = _whole_pages(span)
-    if end > start and hasattr(mmap, "MADV_DONTNEED"):
-        mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-
-def _whole_pages(span: Span) -> Span:
-    return -(-span[0] // _PAGE) * _PAGE, span[1] // _PAGE * _PAGE
-
-
-def open_mapped_file(path: Path) -> MappedFile:
-    """Map the file at a path that the user has named; only a regular file is mapped."""
-    real = Path(os.path.realpath(path))
-    with ConfinedFolder(real.parent) as folder:
-        fd = folder.open(real.name)
-    return MappedFile(fd, str(path))
-
-
-def merge_spans(spans: Iterable[Span], gap: int = _PAGE) -> Iterator[Span]:
+def merge_spans(spans: Iterable[Span], gap: int = mmap.PAGESIZE) -> Iterator[Span]:
     """Yield the same bytes in as few spans as possible; those less than `gap` apart become one.
 
     >>> list(merge_spans([(0, 10), (5000, 6000), (10, 20)], gap=16))
@@ -179,16 +47,6 @@ def merge_spans(spans: Iterable[Span], gap: int = _PAGE) -> Iterator[Span]:
         current = span
     if current is not None:
         yield current
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def _file_state(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return (found.st_size, found.st_mtime_ns)
 
 
 _SECTOR: Final = 4096

@@ -9,24 +9,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.big_models.weight_store.store import MappedFile, PageBundle, WeightBlock, WeightStore, open_mapped_file
+from slipstream.big_models.weight_store.store import PageBundle, WeightBlock, WeightStore
 from slipstream.big_models.weight_store.transfer import BlockTransfer, DeviceBundle
-from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, DTYPES, dtype_name
+from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, DTYPES, dtype_name, from_buffer
 from slipstream.devices.table import CPU
 from slipstream.errors import CheckpointError, ConfigError, StateError
 from slipstream.files import strict_json
+from slipstream.files.mapped_file import MappedFile, Span, open_mapped_file
 from slipstream.files.paths import ConfinedFolder, check_name
-from slipstream.files.safetensors_layout import SafetensorsLayout
 from slipstream.files.sizes import parse_size
 
 __all__ = [
-    "INDEX_NAME", "ConvertedBundle", "OffloadedWeightsLoader", "PrefixedDataset", "make_index_entry", "parse_description", "read_index",
+    "INDEX_NAME", "ConvertedBundle", "FileTensor", "OffloadedWeightsLoader", "PrefixedDataset", "make_index_entry", "parse_description",
+    "read_index",
 ]
 
 INDEX_NAME = "index.json"
@@ -36,20 +36,13 @@ _TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in
 _ALL_DTYPES: Mapping[str, torch.dtype] = {**_TORCH_NAMES, **BYTE_VIEWED_DTYPES}
 
 
-@dataclass(frozen=True)
-class _FileTensor:
-    """The bytes of a tensor in a file, and the dtype to convert it to (None: not converted)."""
+class FileTensor(NamedTuple):
+    """A tensor in a file: a view of its pages, and the dtype to convert it to (None: not converted)."""
 
     file: MappedFile
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+    span: Span
+    view: torch.Tensor
     wanted: torch.dtype | None = None
-
-    @torch.inference_mode(False)  # tensors of that mode could not be weights outside of it
-    def tensor(self) -> torch.Tensor:
-        return self.file.tensor(self.dtype, self.shape, self.start, self.end)
 
 
 class ConvertedBundle:
@@ -94,7 +87,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
         self.store = WeightStore(None if limit is None else parse_size(limit, "limit"))
-        self._files: dict[str, tuple[MappedFile, SafetensorsLayout | None]] = {}
+        self._files: dict[str, MappedFile] = {}
+        """Safetensors files by the names that the index has for them."""
+        self._found: dict[str, FileTensor] = {}
         self._transfers: dict[torch.device, BlockTransfer] = {}
         self.copies_ahead = True
         """Whether an accelerator has room for the next block beside the one that runs."""
@@ -110,7 +105,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if key in self.state_dict:
             return self.state_dict[key]
         placed = self._placed(key)
-        found = placed.tensor()
+        found = placed.view.detach()
         if placed.wanted is not None:
             found = found.to(placed.wanted)
         return found if self.device is None else found.to(self.device)
@@ -135,24 +130,28 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         entry = {} if key in self.state_dict else self.index[key]
         if "safetensors_file" not in entry:
             return None
-        file, _ = self._opened(entry["safetensors_file"])
+        file = self._opened(entry["safetensors_file"])
         return {"weight_name": key, **entry, "safetensors_file": str(Path(file.where).absolute())}
 
     def use_files_of(self, other: OffloadedWeightsLoader) -> None:
         """Use the files that another loader has open: their names may refer to different files by now."""
-        opened = {str(Path(file.where).absolute()): (file, layout) for file, layout in other._files.values() if layout is not None}
-        self._files = {**opened, **self._files}
+        self._files = {**{str(Path(file.where).absolute()): file for file in other._files.values()}, **self._files}
+
+    def use_tensors(self, tensors: Mapping[str, FileTensor]) -> None:
+        """Use tensors of files that the caller has mapped, instead of looking up the entries that the index has for their names."""
+        self._found.update(tensors)
+        self._files.update({self.index[name]["safetensors_file"]: tensor.file for name, tensor in tensors.items()})
 
     def size_of(self, names: Iterable[str]) -> int:
         """Return the bytes of files that are in memory when these weights are used together, as the store counts them."""
         placed = [self._placed(name) for name in names if name not in self.state_dict]
-        return WeightBlock("", (), [(place.file, (place.start, place.end)) for place in placed]).size
+        return WeightBlock("", (), [(place.file, place.span) for place in placed]).size
 
     def bundle(self, names: Sequence[str], device: Any) -> PageBundle | ConvertedBundle:
         """Return the tensors that a module needs together, for the device that it runs on."""
         placed = [None if name in self.state_dict else self._placed(name) for name in names]
-        tensors = [self.state_dict[name] if place is None else place.tensor() for name, place in zip(names, placed, strict=True)]
-        spans = [None if place is None else (place.file, (place.start, place.end)) for place in placed]
+        tensors = [self.state_dict[name] if place is None else place.view for name, place in zip(names, placed, strict=True)]
+        spans = [None if place is None else (place.file, place.span) for place in placed]
         wanted = [None if place is None else place.wanted for place in placed]
         block = self.store.add(WeightBlock(_common_module(names), tensors, spans))
         where = torch.device(CPU.type if device is None else device)
@@ -164,22 +163,28 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             self._transfers[device] = BlockTransfer(device, ahead=self.copies_ahead)
         return self._transfers[device]
 
-    def _placed(self, key: str) -> _FileTensor:
-        entry = self.index[key]
-        if "safetensors_file" not in entry:
-            return self._placed_alone(key, entry)
+    def _placed(self, key: str) -> FileTensor:
+        known = self._found.get(key)
+        if known is None:
+            entry = self.index[key]
+            find = self._find if "safetensors_file" in entry else self._find_alone
+            known = self._found[key] = find(key, entry)
+        return known
+
+    def _find(self, key: str, entry: Mapping[str, Any]) -> FileTensor:
+        """Return a tensor in a safetensors file."""
         wanted = _TORCH_NAMES.get(entry.get("dtype", ""))
         if wanted is None and entry.get("dtype") is not None:
             raise CheckpointError(f"The index of offloaded weights has {key!r} with dtype {entry['dtype']!r}, which is not a torch dtype.")
-        file, layout = self._opened(entry["safetensors_file"])
-        assert layout is not None
+        file = self._opened(entry["safetensors_file"])
         name = entry.get("weight_name", key)
-        if (found := layout.entries.get(name)) is None:
+        if (found := file.layout.entries.get(name)) is None:
             raise CheckpointError(f"{file.where} has no tensor {name!r}, which the index of offloaded weights names.")
-        start, end = layout.data_start + found.start, layout.data_start + found.end
-        return _FileTensor(file, found.dtype, found.shape, start, end, None if wanted is None or DTYPES[wanted] == found.dtype else wanted)
+        span = file.layout.span(found)
+        view = _view(file, found.dtype, found.shape, span)
+        return FileTensor(file, span, view, None if wanted is view.dtype else wanted)
 
-    def _placed_alone(self, key: str, entry: Mapping[str, Any]) -> _FileTensor:
+    def _find_alone(self, key: str, entry: Mapping[str, Any]) -> FileTensor:
         """Return a tensor in a `.dat` file, as `offload_weight` writes it."""
         if self.save_folder is None:
             raise CheckpointError(f"The index has {key!r} as a file of an offload folder: give save_folder too.")
@@ -187,19 +192,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         dtype, shape = parse_description(entry, f"{key!r} in {index}")
         if dtype not in DTYPES:
             raise CheckpointError(f"{index} has {key!r} with dtype {dtype_name(dtype)!r}, which is not mapped.")
-        file, _ = self._opened(check_name(f"{key}.dat", index), inside=True)
+        file = self._map(check_name(f"{key}.dat", index), inside=True)
         count = math.prod(shape) * dtype.itemsize
         if file.size < count:
             raise CheckpointError(f"{file.where} has {file.size} bytes, and a tensor of {dtype} with shape {list(shape)} has {count}.")
-        return _FileTensor(file, DTYPES[dtype], shape, 0, count)
+        return FileTensor(file, (0, count), _view(file, DTYPES[dtype], shape, (0, count)))
 
-    def _opened(self, name: Any, *, inside: bool = False) -> tuple[MappedFile, SafetensorsLayout | None]:
+    def _opened(self, name: Any) -> MappedFile:
         if not isinstance(name, (str, os.PathLike)):
             raise CheckpointError(f"The index of offloaded weights names the file {name!r}, which is not a path.")
         known = self._files.get(os.fspath(name))
         if known is None:
-            file = self._map(os.fspath(name), inside=inside or self._own)
-            known = self._files[os.fspath(name)] = (file, None if inside else file.layout())
+            known = self._files[os.fspath(name)] = self._map(os.fspath(name), inside=self._own)
         return known
 
     def _map(self, name: str, *, inside: bool) -> MappedFile:
@@ -209,6 +213,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 return MappedFile(held.open(check_name(name, str(folder / INDEX_NAME))), str(folder / name))
         within = None if folder is None else folder / name
         return open_mapped_file(within if within is not None and within.exists() else Path(name))
+
+
+@torch.inference_mode(False)  # tensors of that mode could not be weights outside of it
+def _view(file: MappedFile, dtype: str, shape: Sequence[int], span: Span) -> torch.Tensor:
+    return from_buffer(file.buffer, dtype, shape, *span)
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
