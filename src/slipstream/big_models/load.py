@@ -447,8 +447,8 @@ def load_checkpoint_in_model(
         _warn_unused({"offload_folder": offload_folder, "offload_buffers": offload_buffers})
         return load_weights(model, checkpoint, dtype, keep_in_fp32_modules, strict=strict, allow_meta=allow_meta)
     options = replace(options, allow_meta=allow_meta)
-    path = check_local_path(checkpoint, "checkpoint")
-    return _load(unwrap_module(model), path, _checked_mapping(device_map), options, folder_is_needed=True).report
+    path, device_map = check_local_path(checkpoint, "checkpoint"), _checked_mapping(device_map)
+    return _load(unwrap_module(model), path, device_map, ResolvedDeviceMap(device_map), options, folder_is_needed=True).report
 
 
 def load_checkpoint_and_dispatch(
@@ -504,18 +504,24 @@ def load_checkpoint_and_dispatch(
         warn_unknown_classes(inner, no_split_module_classes, "no_split_module_classes")
         _warn_unused({"max_memory": max_memory}, "with a device map that is a dict")
     path, device_map = check_local_path(checkpoint, "checkpoint"), _checked_mapping(device_map)
+    targets = ResolvedDeviceMap(device_map)
     with paused_collection():
-        found = _load(inner, path, device_map, options)
+        found = _load(inner, path, device_map, targets, options)
         whole = [*(preload_module_classes or ()), *parse_class_names(no_split_module_classes)]
         sources = {"index": found.index, "in_place": found.in_place, "folder": options.folder, "offload_buffers": offload_buffers}
-        dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), whole, force_hooks, limit, skip_keys=skip_keys, **sources)
+        dispatch_checked(inner, device_map, targets, whole, force_hooks, limit, skip_keys=skip_keys, **sources)
     return model
 
 
 def _load(
-    model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], options: WeightLoadOptions, *, folder_is_needed: bool = False
+    model: torch.nn.Module,
+    path: Path,
+    device_map: Mapping[str, Any],
+    targets: ResolvedDeviceMap,
+    options: WeightLoadOptions,
+    *,
+    folder_is_needed: bool = False,
 ) -> LoadedWeights:
-    targets = ResolvedDeviceMap(device_map)
     check_device_map(model, device_map)
     if folder_is_needed and options.folder is None and None in targets.entries.values():
         name = next(name for name, target in targets.entries.items() if target is None)

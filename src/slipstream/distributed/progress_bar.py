@@ -83,7 +83,7 @@ def bar(
     ...     for _ in range(3):
     ...         shown.update()
     """
-    if wanted is False or not (this_process().is_main if is_main is None else is_main) or not (wanted or is_interactive()):
+    if wanted is False or not (wanted or is_interactive()) or not (this_process().is_main if is_main is None else is_main):
         return ProgressBar()
     scale = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
     return TqdmProgressBar(total=total, desc=desc, unit=unit, initial=initial, delay=0.0 if wanted else after, leave=bool(wanted), **scale)

@@ -159,8 +159,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     """
     if not isinstance(device_map, Mapping):
         raise ConfigError(f'device_map={device_map!r} is not a dict. Write a device for each module, as in {{"embed": 0, "head": "cpu"}}.')
-    tensors = _tensor_names(model)
     modules = dict(model.named_modules(remove_duplicate=False))
+    tensors = _tensor_names(modules)
     known = {*tensors, *modules}
     if unknown := [name for name in device_map if name not in known]:
         close = nearest(str(unknown[0]), [*known][:_COMPARED_NAMES])
@@ -176,8 +176,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         )
 
 
-def _tensor_names(model: nn.Module) -> list[str]:
-    return [name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)]
+def _tensor_names(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of all parameters, then of all buffers."""
+    tables: list[tuple[str, Mapping[str, Any]]] = [(path, module._parameters) for path, module in modules.items()]
+    tables += [(path, module._buffers) for path, module in modules.items()]
+    return [f"{path}.{name}" if path else name for path, table in tables for name, tensor in table.items() if tensor is not None]
 
 
 def format_names(names: Iterable[Any]) -> str:
@@ -214,7 +217,8 @@ def warn_unknown_classes(model: nn.Module, given: Iterable[str] | None, argument
 def warn_unknown_tensors(model: nn.Module, given: Mapping[str, Any] | None, argument: str) -> None:
     """Warn of names that no parameter and no buffer of the model has."""
     if given:
-        _warn_unknown(given, {*_tensor_names(model)}, f"{argument} names the tensor", type(model).__name__)
+        known = {*_tensor_names(dict(model.named_modules(remove_duplicate=False)))}
+        _warn_unknown(given, known, f"{argument} names the tensor", type(model).__name__)
 
 
 def _warn_unknown(given: Iterable[str], known: set[str], what: str, kind: str) -> None:

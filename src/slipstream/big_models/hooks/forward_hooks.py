@@ -523,7 +523,7 @@ def _placeholders_of_others(module: torch.nn.Module, recurse: bool) -> set[int]:
     """Return the placeholders that other hooks of this module, or of those below, have put there."""
     found: set[int] = set()
     for inner in module.modules() if recurse else (module,):
-        for hook in get_hooks(inner):
+        for hook in get_hooks(inner) if "_hf_hook" in vars(inner) else ():  # asking a module for what it does not have is slow
             names = hook._names if isinstance(hook, AlignDevicesHook) else {}
             if names:
                 found.update(id(slot.tensor) for slot in find_slots(inner, hook.place_submodules) if slot.name in names)  # type: ignore[attr-defined]
