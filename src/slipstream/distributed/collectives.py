@@ -1,8 +1,9 @@
 """Collectives over nested data: gather, gather with gradient, reduce, broadcast, pad, barrier, and a check that values agree.
 
-Each is one guarded call for the whole tree, not one collective per tensor. Results own their memory, and the data of the user is never
-changed. Gather joins tensors and arrays along the first dimension, which may differ between ranks; lists of records are concatenated, and
-any other leaf becomes a list with one value per rank. A channel and limits are passed in; no state of the library is read here.
+Each is one guarded call for the whole tree, not one collective per tensor. Results own their memory, except what `pad` has nothing to add
+to, and the data of the user is never changed. Gather joins tensors and arrays along the first dimension, which may differ between ranks;
+lists of records are concatenated, and any other leaf becomes a list with one value per rank. A channel and limits are passed in; no state
+of the library is read here.
 """
 
 from __future__ import annotations
