@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from sharded_training import Net, adamw, batches, loss_of, net, net_on_main_process, same, same_run, train
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from slipstream import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -257,8 +256,9 @@ def test_windows_without_communication(ranks: Ranks) -> None:
         )
         model = net()
         model, optimizer, loader = accelerator.prepare(model, adamw(model), batches(accelerator, 36))
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as kind  # torch 2.9 and later
+
         counted = []
-        kind = DefaultReduceScatter
         before = kind.__call__
         kind.__call__ = lambda self, *args, **kwargs: (counted.append(1), before(self, *args, **kwargs))[1]
         try:
