@@ -8,6 +8,11 @@ BENCH_INSTALLED := .venv-bench/.installed
 BENCH_OPTIONS ?= --quick
 SOAK_OPTIONS ?=
 DROPIN_INSTALLED := .venv/.dropin-installed
+# One environment for each pair of versions. REPLACE names packages that go in the place of what the extras bring.
+TORCH ?= 2.13.0
+RESOLUTION ?= highest
+REPLACE ?=
+VERSIONS := .venv-versions/$(notdir $(PYTHON))-torch$(TORCH)-$(RESOLUTION)
 ECOSYSTEM := .venv-ecosystem/bin
 ECOSYSTEM_INSTALLED := .venv-ecosystem/.installed
 # Two at a time, each with whole files; many tests wait. `make test WORKERS=` runs one after the other.
@@ -15,13 +20,15 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DROPIN_WORKERS ?= -n 2 --dist loadfile
 PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 
-.PHONY: help demo test test-dropin test-ecosystem dropin standin mutations quick lint check bench soak clean
+.PHONY: help demo test test-dropin test-ecosystem test-versions dropin standin mutations quick lint check bench soak clean
 
 help:
 	@echo "make demo     a small model learns on two CPU processes"
 	@echo "make test     ruff, mypy, and every test, also those of the drop-in (compat/)"
 	@echo "make test-dropin     only the tests of the drop-in"
 	@echo "make test-ecosystem  transformers, peft, trl, diffusers, lm-eval and Lightning on the drop-in, in an environment of their own (.venv-ecosystem)"
+	@echo "make test-versions PYTHON=python3.10 TORCH=2.8.0   every test on another Python and torch, in an environment of their own (.venv-versions);"
+	@echo "              RESOLUTION=lowest-direct takes the oldest packages that are declared, REPLACE='torchao==0.13.0' others instead (docs/testing.md)"
 	@echo "make standin  build the stand-in accelerator, on which accelerator code is tested (make test does it too)"
 	@echo "make mutations  plant thirty mistakes with accelerators, one at a time, and list which tests notice them (an hour)"
 	@echo "make test-standin  every test of several processes, on the stand-in accelerator instead of the CPU"
@@ -56,6 +63,14 @@ test-dropin: $(DROPIN_INSTALLED)
 
 test-ecosystem: $(ECOSYSTEM_INSTALLED)
 	REAL_ACCELERATE=$(CURDIR)/.venv-ecosystem/original $(ECOSYSTEM)/python -m pytest compat/tests/ecosystem --timeout=600 --durations=20 --durations-min=5
+
+# Without constraints.txt, whose versions are those of the development environment.
+test-versions:
+	test -x $(VERSIONS)/bin/python || $(PYTHON) -m venv $(VERSIONS)
+	$(VERSIONS)/bin/python -m pip --disable-pip-version-check install --quiet uv
+	$(VERSIONS)/bin/uv pip install --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) 'torch==$(TORCH)' -e '.[dev]'
+	test -z '$(REPLACE)' || $(VERSIONS)/bin/uv pip install --python $(VERSIONS)/bin/python $(REPLACE)
+	PATH=$(CURDIR)/$(VERSIONS)/bin:$$PATH $(VERSIONS)/bin/python -m pytest $(WORKERS) --timeout=300
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not ranks and not launched and not netns and not browser"
@@ -107,4 +122,4 @@ $(BENCH_INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-bench .venv-ecosystem .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf .venv .venv-bench .venv-ecosystem .venv-versions .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -14,6 +14,7 @@ import transformers
 from allocated import most_allocated
 from torch import nn
 
+from slipstream.big_models import quantization_config
 from slipstream.big_models.dispatch import dispatch_model
 from slipstream.big_models.empty_weights import init_empty_weights
 from slipstream.big_models.quantization_config import BnbQuantizationConfig, TorchaoQuantizationConfig, has_4bit_bnb_layers
@@ -26,7 +27,12 @@ from slipstream.big_models.quantize import (
     replace_with_bnb_layers,
 )
 from slipstream.checkpoint.model_io import save_model
+from slipstream.devices.packages import compare_versions, version_of
 from slipstream.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.skipif(
+    not compare_versions(version_of("torchao") or "0", ">=", "0.18"), reason="torchao is before 0.18, which torch 2.8 cannot run"
+)
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 BITS = {
@@ -321,3 +327,10 @@ def test_no_warnings_by_default():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_and_quantize_model(net(), TorchaoQuantizationConfig(4, group_size=32))
+
+
+def test_older_torchao_is_named(monkeypatch):
+    """An older torchao is an error with what is installed and what to install, and no failure inside of it."""
+    monkeypatch.setattr(quantization_config, "version_of", lambda name: {"torchao": "0.13.0", "torch": "2.8.0"}[name])
+    with pytest.raises(ConfigError, match=r"torchao 0\.18 or later; installed are torchao 0\.13\.0 and torch 2\.8\.0\. pip install"):
+        load_and_quantize_model(net(), TorchaoQuantizationConfig(8))

@@ -10,7 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
+from slipstream.devices.packages import is_torch_version
+
 FORMATS = {"torch": SerializationFormat.TORCH_SAVE, "safetensors": SerializationFormat.SAFETENSORS}
+HAS_SHARDS = is_torch_version(">=", "2.13")
+"""Whether torch's `HuggingFaceStorageWriter` has `save_distributed`: in torch 2.8 it does not."""
+KINDS = (*FORMATS, "shards") if HAS_SHARDS else (*FORMATS,)
 
 
 def save(state: dict[str, Any], folder: Path, *, kind: str = "torch", **options: Any) -> Path:
@@ -22,6 +27,7 @@ def save(state: dict[str, Any], folder: Path, *, kind: str = "torch", **options:
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8, of a call of its own
         dcp.save(state, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
     return folder
 

@@ -59,7 +59,7 @@ def test_verify_finds_damage(saved: Path) -> None:
     assert str(path) in found.output
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "shards"])
+@pytest.mark.parametrize("kind", dcp_layout.KINDS[1:])
 def test_verify_headers_of_safetensors(tmp_path: Path, kind: str) -> None:
     """Files without checksums are compared with what should be in them, as far as that goes."""
     state = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}

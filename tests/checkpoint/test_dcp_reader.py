@@ -35,7 +35,7 @@ def save_each(folder: Path, *shards: Shard) -> Any:
     for shard in shards:
         model = net(3)
         shard(model)
-        for kind in ("torch", "safetensors", "shards"):
+        for kind in dcp_layout.KINDS:
             state = model.state_dict()
             state.pop("head.weight")  # tied, and stored twice by torch
             dcp_layout.save(dict(state) if kind == "shards" else {"model": state}, folder / f"{shard.__name__}-{kind}", kind=kind)
@@ -47,7 +47,7 @@ def test_shards_of_ranks_joined(tmp_path: Path, ranks: Ranks, count: int, shards
     """Pieces are joined whatever the mesh, in every format; ranks without a part of a tensor are no hindrance."""
     expected = ranks(count).run(save_each, tmp_path, *shards)[0]
     folders = sorted(tmp_path.iterdir())
-    assert len(folders) == 3 * len(shards)
+    assert len(folders) == len(dcp_layout.KINDS) * len(shards)
     assert [folder.name for folder in folders if not equal(tensors_of(folder), expected)] == []
 
 
@@ -55,7 +55,8 @@ def test_only_touched_shards_are_read(tmp_path: Path, ranks: Ranks) -> None:
     """A box is read although a file is gone whose shards it does not touch."""
     ranks(2).run(save_each, tmp_path, fully)
     expected = net(3).state_dict()["mid.weight"]
-    for kind, last in (("torch", "__1_0.distcp"), ("shards", "shard-00002-model-00001-of-00001.safetensors")):
+    lasts = {"torch": "__1_0.distcp", "shards": "shard-00002-model-00001-of-00001.safetensors"}
+    for kind, last in ((kind, lasts[kind]) for kind in dcp_layout.KINDS if kind in lasts):
         opened = open_dcp(tmp_path / f"fully-{kind}")
         tensors = opened.weights().tensors
         (tmp_path / f"fully-{kind}" / last).unlink()
@@ -188,7 +189,7 @@ def test_any_state_as_torch_unflattens(kinds: dict[str, Any], threads: int, sing
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data(), st.sampled_from(["torch", "safetensors", "shards"]))
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data(), st.sampled_from(dcp_layout.KINDS))
 def test_any_box(shape: list[int], data: st.DataObject, kind: str) -> None:
     """Any box of a tensor is what slicing gives, whatever its strides were."""
     offset = tuple(data.draw(st.integers(0, size - 1)) for size in shape)

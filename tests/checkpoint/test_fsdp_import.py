@@ -171,7 +171,7 @@ def test_weights_of_a_sharded_folder(tmp_path: Path, ranks: Ranks, place: str) -
         assert equal(dict(model.state_dict()), weights)
 
 
-@pytest.mark.parametrize("kind", ["torch", "safetensors", "shards"])
+@pytest.mark.parametrize("kind", dcp_layout.KINDS)
 def test_merge_removes_what_it_merged(tmp_path: Path, kind: str) -> None:
     """Merging with removal leaves the merged file, and nothing of the folder."""
     state = {name: tensor.clone() for name, tensor in net(1).state_dict().items()}

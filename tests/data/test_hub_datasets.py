@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,10 @@ def train(folder: str, shards: int, stages: tuple[str, ...], workers: int, resum
     """Read three epochs and save in the middle of the second; or continue from there."""
     accelerator = Accelerator(cpu=True)
     stream, read = make_stream(shards, *stages)
-    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(stream, batch_size=2, num_workers=workers))
+    # By default, Python 3.14 pickles the stream for its workers, and the functions here cannot be.
+    forked = multiprocessing.get_context("fork") if workers else None
+    plain = DataLoader(stream, batch_size=2, num_workers=workers, multiprocessing_context=forked)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), plain)
     if resumes:
         accelerator.load_state(folder)
     seen: list[Any] = []

@@ -18,7 +18,7 @@ from torch import nn
 
 from slipstream.big_models.device_map.sizes import CustomDtype, parse_torch_dtype
 from slipstream.config.handlers import check_count
-from slipstream.devices.packages import import_quietly, silence_libraries
+from slipstream.devices.packages import compare_versions, import_quietly, silence_libraries, version_of
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
 from slipstream.precision.autocast import transfer_hooks
@@ -221,6 +221,8 @@ def _import_bitsandbytes() -> Any:
 
 
 _ROW_MULTIPLE: Final = 16
+_TORCHAO: Final = "0.18"
+"""The earliest version with the parts that are used here, as the extra `quantize` declares it."""
 _CPU_INT4_MODULE: Final = "torchao.prototype.quantization.int4.inference_workflow"
 
 
@@ -230,6 +232,8 @@ class TorchaoConverter:
     def __init__(self, config: TorchaoQuantizationConfig) -> None:
         self._config = config
         self._library = _import_torchao("torchao.quantization")
+        if not compare_versions(version_of("torchao") or _TORCHAO, ">=", _TORCHAO):
+            raise ConfigError(_torchao_needed())
 
     def refuses(self, layer: nn.Linear) -> str:
         """Return why a layer cannot be converted; "" if it can."""
@@ -269,8 +273,12 @@ def _import_torchao(name: str) -> Any:
     try:
         with silence_libraries():
             return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"TorchaoQuantizationConfig works through torchao, which is not installed in a version that has {name} ({error}): "
-            "pip install 'slipstream[quantize]'"
-        ) from None
+    except ImportError as error:  # it is not there, or imports what the installed torch does not have
+        raise ConfigError(f"{_torchao_needed()} Importing {name} failed: {error}") from None
+
+
+def _torchao_needed() -> str:
+    return (
+        f"TorchaoQuantizationConfig works through torchao {_TORCHAO} or later; installed are torchao {version_of('torchao')} and "
+        f"torch {version_of('torch')}. pip install 'slipstream[quantize]' gets it, with a torch that it runs on."
+    )

@@ -267,6 +267,8 @@ class _Rebuilder:
             return numpy.frombuffer(held, dtype=dtype)[0] if held else dtype.type()
         if type(held) not in _HELD.get(dtype.kind, ()):
             raise ValueError(f"{_shown(held)} is not a {dtype}")
+        if dtype.kind in "iu" and not numpy.iinfo(dtype).min <= held <= numpy.iinfo(dtype).max:  # numpy 1 takes it, wrapped around
+            raise ValueError(f"{_shown(held)} is not a {dtype}")
         return dtype.type(held)
 
 
