@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import math
 import os
 import re
 import signal
@@ -70,6 +71,7 @@ from slipstream.launch.worker_processes import (
     become_subreaper,
     capture_signals,
     flush_streams,
+    occupy_standard_streams,
     oom_kill_counts,
     open_files,
     terminate_descendants,
@@ -131,7 +133,8 @@ class Agent(_Agent):
         self._log = log
         self._host = socket.gethostname()
         self._processes = WorkerProcesses()
-        self._tee = Tee()
+        self._tee = Tee(log)
+        self._tee_is_behind = False
         self._worker_files: dict[int, WorkerFiles] = {}
         self._oom_kills: dict[str, int] = {}
         self._exit_count = 0
@@ -165,8 +168,8 @@ class Agent(_Agent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-        self._processes.wait(self._plan.monitor_interval, self._requests.wake)
-        self._tee.pump()
+        self._processes.wait(0.0 if self._tee_is_behind else self._plan.monitor_interval, self._requests.wake)
+        self._tee_is_behind = self._tee.pump()
         self._requests.check()
         self._record_exits(self._processes.poll(), worker_group)
         self._rdzv.send_heartbeat()
@@ -202,7 +205,11 @@ class Agent(_Agent):
         seconds = KILL_AFTER if received is None else _INTERRUPT_WAIT if received == signal.SIGINT else _STOP_WAIT
         kill_now, wake = self._requests.kill_requested, self._requests.wake
         self._processes.stop(signum=received or death_sig, wait_before_kill=seconds, kill_now=kill_now, wake=wake)
-        self._tee.finish()
+        self._tee.finish(self._patience_with_terminal)
+
+    def _patience_with_terminal(self) -> float:
+        """Return the seconds for which a terminal that takes no output is waited for."""
+        return math.inf if self._requests.stop is None else 0.0 if self._requests.kill_requested() else KILL_AFTER
 
     def _exit_barrier(self) -> None:
         if isinstance(self._rdzv, TorchRendezvous):
@@ -529,6 +536,7 @@ def _single_process_environ() -> dict[str, str]:
 def run_agent(plan: LaunchPlan) -> LaunchResult:
     """Start the processes of this machine, watch them until all have ended, and end what they left behind."""
     tee = parse_tee(plan.tee, plan.local_processes)
+    occupy_standard_streams()
     with contextlib.ExitStack() as closing:
         listener = _reserve_port(plan)
         if listener is not None:

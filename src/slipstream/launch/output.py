@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import select
 import shutil
 import socket
 import sys
@@ -27,6 +28,7 @@ from typing import Any, Final
 from slipstream.config.redaction import message_redactor, redact
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
+from slipstream.launch.worker_processes import flush_streams
 
 __all__ = [
     "JsonLineFormatter", "LogFolder", "NOTIFIED", "STDERR", "STDOUT", "Tee", "WorkerFiles", "announce", "as_json_line",
@@ -38,6 +40,12 @@ __all__ = [
 STDOUT: Final = 1
 STDERR: Final = 2
 _CLAIMS: Final = ".claims"
+_CHUNK: Final = 1 << 16
+_CHUNKS_AT_ONCE: Final = 16
+_LONGEST_LINE: Final = 1 << 24
+"""Bytes of a line that are held until it ends; the terminal shows a longer one as several."""
+_TERMINAL_WAIT: Final = 0.1
+"""Seconds from one question to the next whether a terminal that takes nothing is still waited for."""
 
 
 def parse_tee(text: str, local_processes: int) -> dict[int, int]:
@@ -158,29 +166,76 @@ class LogFolder:
 
 
 class Tee:
-    """Copies lines from files to the terminal as they are written."""
+    """Copies lines from files to the terminal as they are written.
 
-    def __init__(self) -> None:
+    A terminal that nobody reads is never waited for, except by `finish`, and no file keeps the others waiting: the caller has processes to
+    watch. `log` gets a message when a terminal fails, and its lines go nowhere from then on.
+    """
+
+    def __init__(self, log: Callable[[str], None] = lambda text: None) -> None:
+        self._log = log
         self._sources: list[_FollowedFile] = []
+        self._terminals: dict[int, _Terminal] = {}
 
     def follow(self, path: Path, prefix: str, destination: int, *, hidden: Path | None = None, json_lines: bool = False) -> None:
         """Copy what is appended to `path` to the open file `destination`, with `prefix` before every line.
 
         Texts that the worker has written into the file `hidden` are left out. With `json_lines`, lines of JSON get no prefix.
         """
-        self._sources.append(_FollowedFile(path, prefix.encode(), destination, _HiddenLines(hidden), json_lines))
+        terminal = self._terminals.setdefault(destination, _Terminal(destination, self._log))
+        self._sources.append(_FollowedFile(path, prefix.encode(), terminal, _HiddenLines(hidden), json_lines))
 
-    def pump(self) -> None:
-        """Copy the whole lines that are new."""
-        for source in self._sources:
-            source.pump()
+    def pump(self) -> bool:
+        """Copy the whole lines that are new, a megabyte of each file at most; return whether there may be more at once."""
+        return any([source.pump() for source in self._sources])  # a list, so that each file has its turn
 
-    def finish(self) -> None:
-        """Copy the rest, including a last line without a line break, and close the files."""
+    def finish(self, patience: Callable[[], float] = lambda: math.inf) -> None:
+        """Copy the rest, including a last line without a line break, and close the files.
+
+        `patience` returns the seconds for which a terminal may take nothing before the rest is dropped; it is asked again and again.
+        """
         for source in self._sources:
-            source.pump()
-            source.finish()
+            source.finish(patience)
         self._sources.clear()
+
+
+class _Terminal:
+    """An open file that lines are copied to, and what it has not taken yet."""
+
+    def __init__(self, number: int, log: Callable[[str], None]) -> None:
+        self._number = number
+        self._log = log
+        self._pending = memoryview(b"")
+        self._failed = False
+        self._taken = 0.0
+        """When it took something, or was given something, for the last time."""
+
+    def put(self, data: bytes) -> None:
+        """Take over data, after what was given before has been written."""
+        assert not self._pending
+        self._taken = time.monotonic()
+        self._pending = memoryview(b"" if self._failed else data)
+
+    def drain(self, seconds: float = 0.0) -> bool:
+        """Write as long as no write takes more than `seconds`; return whether everything is written."""
+        try:
+            while self._pending and select.select([], [self._number], [], seconds)[1]:
+                written = os.write(self._number, self._pending[: select.PIPE_BUF])  # so much, a pipe that is ready takes without a wait
+                self._pending = self._pending[written:]
+                self._taken = time.monotonic()
+        except BlockingIOError:  # somebody has set the terminal to refuse what it cannot take at once
+            return False
+        except OSError as error:
+            self._pending, self._failed = memoryview(b""), True
+            if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+                self._log(f"output of the processes is no longer shown: file {self._number} cannot be written: {error.strerror}")
+        return not self._pending
+
+    def wait(self, patience: Callable[[], float]) -> None:
+        """Return when everything is written, or dropped because the terminal took nothing for longer than `patience` allows."""
+        while not self.drain(_TERMINAL_WAIT):
+            if time.monotonic() - self._taken > patience():
+                self._pending, self._failed = memoryview(b""), True
 
 
 class _HiddenLines:
@@ -228,36 +283,57 @@ class _HiddenLines:
 
 
 class _FollowedFile:
-    def __init__(self, path: Path, prefix: bytes, destination: int, hidden: _HiddenLines, json_lines: bool) -> None:
+    def __init__(self, path: Path, prefix: bytes, terminal: _Terminal, hidden: _HiddenLines, json_lines: bool) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by finish
         self._prefix = prefix
-        self._destination = destination
+        self._terminal = terminal
         self._hidden = hidden
         self._json_lines = json_lines
         self._waiting: list[bytes] = []
-        self._rest = b""
+        self._rest: list[bytes] = []
+        """The pieces of a line that has not ended."""
+        self._rest_size = 0
 
-    def pump(self) -> None:
-        while chunk := self._file.read(1 << 16):
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            self._copy(lines, last=False)
+    def pump(self) -> bool:
+        for _ in range(_CHUNKS_AT_ONCE):
+            if not self._terminal.drain():
+                return False
+            chunk = self._file.read(_CHUNK)
+            if not chunk:
+                return False
+            self._take(chunk)
+        return True
 
-    def finish(self) -> None:
-        self._copy([self._rest] if self._rest else [], last=True)
+    def finish(self, patience: Callable[[], float]) -> None:
+        end = os.fstat(self._file.fileno()).st_size  # a process that a worker left behind may write for ever
+        self._terminal.wait(patience)
+        while self._file.tell() < end and (chunk := self._file.read(_CHUNK)):
+            self._take(chunk)
+            self._terminal.wait(patience)
+        self._copy([b"".join(self._rest)] if self._rest else [], last=True)
+        self._terminal.wait(patience)
         self._file.close()
+
+    def _take(self, chunk: bytes) -> None:
+        """Copy the lines that end in a chunk, and a line that has become longer than a line can be."""
+        first, *others = chunk.split(b"\n")
+        self._rest.append(first)
+        self._rest_size += len(first)
+        if not others and self._rest_size < _LONGEST_LINE:
+            return
+        lines = [b"".join(self._rest), *others[:-1]]
+        self._rest = [piece for piece in others[-1:] if piece]
+        self._rest_size = sum(map(len, self._rest))
+        self._copy(lines, last=False)
 
     def _copy(self, lines: list[bytes], last: bool) -> None:
         shown, self._waiting = self._hidden.without(self._waiting + lines, last)
-        self._write(b"".join(self._labelled(line) + b"\n" for line in shown))
+        flush_streams()
+        self._terminal.put(b"".join(self._labelled(line) + b"\n" for line in shown))
+        self._terminal.drain()
 
     def _labelled(self, line: bytes) -> bytes:
         return line if self._json_lines and line.startswith(b"{") and line.endswith(b"}") else self._prefix + line
-
-    def _write(self, data: bytes) -> None:
-        sys.stdout.flush()
-        with contextlib.suppress(BrokenPipeError):
-            while data:
-                data = data[os.write(self._destination, data) :]
 
 
 NOTIFIED: Final = "_notified"
@@ -417,10 +493,11 @@ def announce(
     record: tuple[str, str] | None = None,
 ) -> None:
     """Print a message of the launcher on stderr; as JSON, with the message and traceback of `record`."""
-    sys.stdout.flush()
+    flush_streams()
     message, traceback = record or (text, "")
     line = as_json_line(message, level, rank, world, traceback) if as_json else text + "\n"
-    print(line, file=sys.stderr, flush=True, end="")
+    with contextlib.suppress(OSError):  # nobody can read it, and the processes must be watched all the same
+        print(line, file=sys.stderr, flush=True, end="")
 
 
 def as_json_line(text: str, level: int, rank: int | None, world: int, traceback: str = "") -> str:

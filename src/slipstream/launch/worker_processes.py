@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 __all__ = [
     "KILL_AFTER", "OpenFile", "ProcessExit", "StopRequested", "StopRequests", "WorkerProcesses", "become_subreaper", "capture_signals",
-    "die_with_parent", "flush_streams", "oom_kill_counts", "open_files", "terminate_descendants",
+    "die_with_parent", "flush_streams", "occupy_standard_streams", "oom_kill_counts", "open_files", "terminate_descendants",
 ]
 
 
@@ -282,6 +282,15 @@ def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
+
+
+def occupy_standard_streams() -> None:
+    """Open the null device for standard streams that are closed: else the next file gets the number, and what is printed goes there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _open_pidfd(pid: int) -> int | None:
