@@ -44,7 +44,7 @@ from slipstream.launch.failure_report import (
     render_report,
     user_stack,
 )
-from slipstream.launch.output import LogFolder, Tee, WorkerFiles, announce, as_json_line, parse_tee
+from slipstream.launch.output import LogFolder, Tee, WorkerFiles, announce, as_json_line, flush_streams, parse_tee
 from slipstream.launch.plan import LOOPBACK, LaunchPlan, Target
 from slipstream.launch.rendezvous import MachineLostError, RendezvousTimeouts, StaticRendezvous, TorchRendezvous, make_rendezvous
 from slipstream.launch.store import (
@@ -70,7 +70,6 @@ from slipstream.launch.worker_processes import (
     WorkerProcesses,
     become_subreaper,
     capture_signals,
-    flush_streams,
     occupy_standard_streams,
     oom_kill_counts,
     open_files,

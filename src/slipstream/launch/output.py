@@ -28,11 +28,10 @@ from typing import Any, Final
 from slipstream.config.redaction import message_redactor, redact
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
-from slipstream.launch.worker_processes import flush_streams
 
 __all__ = [
     "JsonLineFormatter", "LogFolder", "NOTIFIED", "STDERR", "STDOUT", "Tee", "WorkerFiles", "announce", "as_json_line",
-    "effective_handlers", "is_console_handler", "parse_tee", "printable_text", "record_message", "start_on_new_line",
+    "effective_handlers", "flush_streams", "is_console_handler", "parse_tee", "printable_text", "record_message", "start_on_new_line",
     "use_json_formatter", "warning_listeners",
 ]
 
@@ -334,6 +333,13 @@ class _FollowedFile:
 
     def _labelled(self, line: bytes) -> bytes:
         return line if self._json_lines and line.startswith(b"{") and line.endswith(b"}") else self._prefix + line
+
+
+def flush_streams() -> None:
+    """Write buffered output now; after a fork both processes would write it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            stream.flush()
 
 
 NOTIFIED: Final = "_notified"

@@ -31,10 +31,10 @@ from typing import Any, Final, NoReturn
 from slipstream.config.sources import get_int_from_env, patch_environment
 from slipstream.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.launch.failure_report import WorkerError, write_worker_error
-from slipstream.launch.output import printable_text
+from slipstream.launch.output import flush_streams, printable_text
 from slipstream.launch.plan import Target
 from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, install_warning_dedup
-from slipstream.launch.worker_processes import OpenFile, die_with_parent, flush_streams
+from slipstream.launch.worker_processes import OpenFile, die_with_parent
 
 __all__ = [
     "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "SCRATCH_VARIABLE", "STACK_FILE_VARIABLE", "end_interpreter", "run_target",

@@ -25,9 +25,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
+from slipstream.launch.output import flush_streams
+
 __all__ = [
     "KILL_AFTER", "OpenFile", "ProcessExit", "StopRequested", "StopRequests", "WorkerProcesses", "become_subreaper", "capture_signals",
-    "die_with_parent", "flush_streams", "occupy_standard_streams", "oom_kill_counts", "open_files", "terminate_descendants",
+    "die_with_parent", "occupy_standard_streams", "oom_kill_counts", "open_files", "terminate_descendants",
 ]
 
 
@@ -275,13 +277,6 @@ def _run_child(body: Callable[[], None]) -> None:
     finally:
         flush_streams()
         os._exit(1)
-
-
-def flush_streams() -> None:
-    """Write buffered output now; after a fork both processes would write it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            stream.flush()
 
 
 def occupy_standard_streams() -> None:
