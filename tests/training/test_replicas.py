@@ -259,3 +259,30 @@ def test_forward_on_one_rank_named(ranks: Any) -> None:
     for outcome in ranks(2).outcomes(run):
         assert "forward" in str(outcome.error)
         assert "wait_for_everyone" in str(outcome.error)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_forward_on_one_rank_waits_for_nobody(ranks: Any, steps: int) -> None:
+    """A forward of one rank alone, to look at the shape of an output, disturbs no rank: before the first update or between two."""
+
+    def run() -> list[torch.Tensor]:
+        accelerator = Accelerator(gradient_accumulation_steps=steps)
+        found = []
+        for place in range(3):
+            for rank in (None, 0, 1):
+                original = model()
+                net, optimizer = accelerator.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1))
+                for number, (x, y, _) in enumerate(DataLoader(rows(12), batch_size=2)):
+                    if number == place and rank == accelerator.process_index:
+                        net(x)
+                    accelerator.wait_for_everyone()
+                    with accelerator.accumulate(net):
+                        accelerator.backward(mean_loss(net, x, y) * (1 + accelerator.process_index))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                found.append(weights(original))
+                accelerator.free_memory()
+        return found
+
+    for found in ranks(2).run(run):
+        assert all(torch.equal(found[0], other) for other in found)

@@ -21,10 +21,12 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,15 +111,13 @@ class Replicated(DistributedDataParallel):
         self,
         module: torch.nn.Module,
         is_current: Callable[[], bool],
-        watches: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None,
+        watch: AbstractContextManager[Any] | None = None,
         **options: Any,
     ) -> None:
         if options.get("static_graph"):  # which finds unused parameters in its first pass; torch would warn, and regroup its buckets
             options["find_unused_parameters"] = False
         super().__init__(module, **options)
-        self._forward_watch: AbstractContextManager[Any]
-        self._buffer_watch: AbstractContextManager[Any]
-        self._forward_watch, self._buffer_watch = watches or (nullcontext(), nullcontext())
+        self._buffer_watch: AbstractContextManager[Any] = watch or nullcontext()
         self._keeps_buckets = self.find_unused_parameters or self.static_graph
         self._fix_buckets()
         self._is_ready = False
@@ -216,21 +216,22 @@ class Replicated(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_is_current", "_forward_watch", "_buffer_watch", "_shown", "_reduced"):
+        for name in ("_is_current", "_buffer_watch", "_shown", "_reduced"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._is_current = lambda: True
-        self._forward_watch = self._buffer_watch = nullcontext()
+        self._buffer_watch = nullcontext()
         self._fix_buckets()
 
     # -- buckets ----------------------------------------------------------------------------------------------------
 
     # torch internals: torch puts all gradients into one bucket in the first pass, and those of later passes into buckets in the order in
-    # which they came. Here they are in buckets in the reverse order of the parameters from the first pass on (torch 2.13). Where unused
-    # parameters are looked for, torch keeps its first buckets. tests/checkpoint/test_exact_resume.py notices a change.
+    # which they came, about which the next forward asks rank 0. Here they are in buckets in the reverse order of the parameters from the
+    # first pass on, which every rank knows (torch 2.13): so a forward of one rank alone waits for nobody. Where unused parameters are
+    # looked for, torch keeps its first buckets. tests/checkpoint/test_exact_resume.py and tests/training/test_replicas.py notice a change.
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         if not self.find_unused_parameters:
@@ -239,9 +240,16 @@ class Replicated(DistributedDataParallel):
         return parameters, sparse
 
     def _fix_buckets(self) -> None:
-        """Let torch form the buckets of all passes before the first one that averages, instead of after it."""
-        if not self.find_unused_parameters:
-            self.reducer._push_all_rebuilt_params()
+        """Let torch form the buckets of all passes now, instead of after the first one that averages."""
+        if self.find_unused_parameters:
+            return
+        self.reducer._push_all_rebuilt_params()
+        alone = _GroupOfOne(0, 1)  # type: ignore[call-arg]  # torch declares one of its two forms
+        self.reducer._update_process_group(alone)
+        try:
+            self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+        finally:
+            self.reducer._update_process_group(self.process_group)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -278,12 +286,6 @@ class Replicated(DistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._check_current()
-        if self._has_rebuilt_buckets or self._keeps_buckets or not torch.is_grad_enabled():
-            return self._explaining(*inputs, **kwargs)
-        with self._forward_watch:  # the first pass agrees with the other ranks on the buckets
-            return self._explaining(*inputs, **kwargs)
-
-    def _explaining(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -305,10 +307,8 @@ class Replicated(DistributedDataParallel):
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError:  # an earlier pass left parameters out, and this one may bring them; if not, `check_reduced` tells
             return
-        # torch internals: what `_pre_forward` and `_post_forward` do with the reducer (torch 2.13), for passes that began elsewhere.
+        # torch internals: what `_post_forward` does with the reducer (torch 2.13), for passes that began elsewhere.
         # tests/training/test_everyday.py notices a change.
-        if not self._has_rebuilt_buckets and not self._keeps_buckets and self.reducer._rebuild_buckets():
-            self._has_rebuilt_buckets = True
         self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
         own["_is_armed"] = True
 
@@ -341,9 +341,8 @@ class Replicated(DistributedDataParallel):
         except RuntimeError:  # some gradients came: `check_reduced` will tell which did not
             return
         # torch internals: `_reset_state` is how torch recovers from failures (torch 2.13); there is no public way to disarm the reducer.
-        # The same buckets are built again before the next averaged pass. tests/training/test_several_models.py notices a change.
+        # tests/training/test_several_models.py notices a change.
         self.reducer._reset_state()
-        self._has_rebuilt_buckets = False
         self._fix_buckets()
 
     def _sync_buffers(self) -> None:
@@ -403,6 +402,20 @@ class Replicated(DistributedDataParallel):
         )
 
 
+class _Done(dist.Work):
+    """A collective that is over."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class _GroupOfOne(dist.ProcessGroup):
+    """A process group of this process alone: it has what it broadcasts."""
+
+    def broadcast(self, *tensors_and_options: Any) -> Any:
+        return _Done()
+
+
 class _DisarmHook:
     """A hook on the last parameter of a model: gradients came, so torch's reducer expects none any more."""
 
@@ -451,7 +464,7 @@ class DDPStrategy(Strategy):
         # Waits in torch's own collectives are watched: see `distributed/watchdog.py`.
         self._in_backward = runtime.watch("backward", limits)
         buffers = runtime.watch("forward", limits)
-        self._in_forward = runtime.watch("forward", limits), buffers if meter is None else TimedWait(buffers, meter)
+        self._in_forward = buffers if meter is None else TimedWait(buffers, meter)
         self._timer = None if meter is None else LocalBackwardTimer(meter)
         self._replicas: list[weakref.ref[Replicated]] = []
         """In the order in which they were prepared, which all ranks share: what is done for each of them may communicate."""
