@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, command, script
+from launching import PATIENCE, command, eventually, script
 
 pytestmark = pytest.mark.launched
 
@@ -59,3 +59,17 @@ def test_plain(script, tmp_path):
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE)
     check(tmp_path / "project")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_launcher_ended_at_import(script, tmp_path, number):
+    """A signal that ends the launcher while it imports torch leaves nothing in the folder for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    words = [sys.executable, "-m", "slipstream", "launch", "--cpu", "--num_processes", "2", script("pass")]
+    with subprocess.Popen(words, env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert eventually(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+        process.send_signal(number)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    assert not list(folder.iterdir())

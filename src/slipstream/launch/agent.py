@@ -540,20 +540,22 @@ def run_agent(plan: LaunchPlan) -> LaunchResult:
         listener = _reserve_port(plan)
         if listener is not None:
             closing.enter_context(listener[0])
-        folder = LogFolder(plan.log_dir, f"run-{os.getpid()}", tee, direct=(0,) if plan.console == "main" else ())
-        closing.callback(folder.remove)
-        _announce_hidden_output(plan, folder)
         set_environ(plan.environment)  # before torch is imported: the number of threads is read then
         plan = _import_modules(plan)
         become_subreaper()
         inherited = frozenset(file for file in open_files() if listener is None or file.number != listener[0].fileno())
-        try:
-            with capture_signals() as requests:
-                return _run_job(plan, requests, folder, inherited, listener)
-        finally:
-            left = terminate_descendants()
-            if left:
-                _log(plan, f"ended processes that the workers had left behind: {', '.join(left)}")
+        requests = closing.enter_context(capture_signals())  # before there is a folder: a signal that ends this process would leave it
+        folder = LogFolder(plan.log_dir, f"run-{os.getpid()}", tee, direct=(0,) if plan.console == "main" else ())
+        closing.callback(folder.remove)
+        _announce_hidden_output(plan, folder)
+        closing.callback(_end_left_behind, plan)
+        return _run_job(plan, requests, folder, inherited, listener)
+
+
+def _end_left_behind(plan: LaunchPlan) -> None:
+    left = terminate_descendants()
+    if left:
+        _log(plan, f"ended processes that the workers had left behind: {', '.join(left)}")
 
 
 def _announce_hidden_output(plan: LaunchPlan, folder: LogFolder) -> None:
