@@ -84,6 +84,8 @@ _ATOMS = frozenset({str, float, bool, type(None)})
 _JSON_TYPES = _ATOMS | {int, list, dict}
 _TEXT = frozenset({str})
 _DEEPEST = 64
+_LARGE_LEVEL = 1 << 12
+"""Values of a level of nesting from which on those that are there several times are looked at once."""
 _NESTED = frozenset({list, tuple, dict})
 _MARSHALLED = _JSON_TYPES | {tuple, bytes}
 _MARSHAL_VERSION = 2
@@ -134,14 +136,16 @@ def _is_json(value: Any) -> bool:
     for _ in range(_DEEPEST):
         if not _JSON_TYPES.issuperset(map(type, level)):
             return False
-        lists = _distinct([item for item in level if type(item) is list])
-        dicts = _distinct([item for item in level if type(item) is dict])
+        lists = [item for item in level if type(item) is list]
+        dicts = [item for item in level if type(item) is dict]
         if not lists and not dicts:
             return True
         keys = set(chain.from_iterable(dicts))
         if _TAG in keys or not _TEXT.issuperset(map(type, keys)):
             return False
         level = list(chain(chain.from_iterable(lists), chain.from_iterable(map(dict.values, dicts))))
+        if len(level) > _LARGE_LEVEL:
+            level = _distinct(level)
     return False
 
 
@@ -154,15 +158,17 @@ def _is_builtin(value: Any) -> bool:
             return False
         if kinds.isdisjoint(_NESTED):
             return True
-        dicts = _distinct([item for item in level if type(item) is dict])
-        rows = _distinct([item for item in level if type(item) is list or type(item) is tuple])
+        dicts = [item for item in level if type(item) is dict]
+        rows = [item for item in level if type(item) is list or type(item) is tuple]
         level = list(chain(*rows, *dicts, *map(dict.values, dicts)))
+        if len(level) > _LARGE_LEVEL:
+            level = _distinct(level)
     return False
 
 
-def _distinct(containers: list[Any]) -> list[Any]:
-    """Return each container once: the levels of data that refers to itself would grow without end."""
-    return list(dict(zip(map(id, containers), containers, strict=True)).values())
+def _distinct(values: list[Any]) -> list[Any]:
+    """Return each object once: the levels of data that refers to itself would grow without end."""
+    return list(dict(zip(map(id, values), values, strict=True)).values())
 
 
 class _Encoder:
