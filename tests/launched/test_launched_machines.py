@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -79,6 +80,19 @@ def test_all_launchers_report_same_failure(command, script):
     assert [entry.code for entry in finished] == [137, 137]
     assert len({entry.err.rpartition("slipstream: ")[2] for entry in finished}) == 1
     assert finished[0].err.rpartition("slipstream: ")[2].startswith("rank 3 of 4")
+
+
+def test_machine_lost_before_restart_named(command, script):
+    """A launcher that ends together with its processes is named by the one that waits for it to start them again."""
+    port, train = free_port(), script(WORK)
+    options = ["--max_restarts", "3", "--rdzv_conf", "heartbeat=4"]
+    launchers = [command(*machine(rank, port), *options, train, "hold") for rank in range(2)]
+    launchers[0].pids(4)
+    launchers[1].process.kill()
+    finished = launchers[0].finish()
+    assert finished.code == 1
+    assert "starting all processes again: attempt 2 of 4" in finished.err
+    assert re.search(r"slipstream: Machine 1 \(host .*\) sent no heartbeat for 4 s", finished.err)
 
 
 def test_taken_machine_rank_named(command, script):

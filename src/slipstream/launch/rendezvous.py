@@ -226,6 +226,8 @@ class StaticRendezvous(_Handler):
             self._check()
             self._stop_if_aborted()
             self.send_heartbeat()
+            if self._lost:  # a machine of the attempt before, which cannot come
+                raise MachineLostError(self._lost[0][1])
             waited = time.monotonic() - start
             if waited > patience:
                 raise ConfigError(
