@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 
 from slipstream.data.epoch_state import ORDER_VERSION
 from slipstream.data.plan import ComputedOrder, SampleOrder
-from slipstream.data.random_state import RandomStateScope, derive_seed
+from slipstream.data.random_state import RandomStateScope, default_device, derive_seed
 from slipstream.errors import ConfigError
 
 __all__ = [
@@ -241,7 +241,7 @@ def _generator_like(theirs: Any, seed: int) -> Any:
     if isinstance(theirs, random.Random):
         return random.Random(seed)
     # A sampler without one draws on the device that `torch.set_default_device` names.
-    return _torch_generator(seed, torch.get_default_device() if theirs is None else theirs.device)
+    return _torch_generator(seed, default_device() if theirs is None else theirs.device)
 
 
 def _has_generator(sampler: Any) -> bool:

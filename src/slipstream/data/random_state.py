@@ -23,8 +23,9 @@ from torch.utils.data import Dataset, get_worker_info
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "RandomStateScope", "RandomStates", "SeededDataset", "WorkerInit", "check_generator_state", "decode_random_states", "derive_seed",
-    "digest_random_states", "encode_random_states", "generator_state", "is_generator", "reseed", "seed_loader", "set_generator_state",
+    "RandomStateScope", "RandomStates", "SeededDataset", "WorkerInit", "check_generator_state", "decode_random_states", "default_device",
+    "derive_seed", "digest_random_states", "encode_random_states", "generator_state", "is_generator", "reseed", "seed_loader",
+    "set_generator_state",
 ]
 
 
@@ -99,9 +100,17 @@ def _numpy_state(generator: Any) -> tuple[int, bytes]:
     return int(state["pos"]), state["key"].tobytes()
 
 
+def default_device() -> torch.device:
+    """Return the device on which torch makes tensors."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.8 looks for the device of `torch.set_default_device(None)`, which means the CPU
+        return torch.device("cpu")
+
+
 def seed_loader(loader: Any, seed: int) -> None:
     """Seed the generator of a `DataLoader` of ours. torch draws from it on the default device, so it has to be of that device."""
-    device = torch.get_default_device()
+    device = default_device()
     if loader.generator.device.type != device.type:
         loader.generator = torch.Generator(device)
     loader.generator.manual_seed(seed)
