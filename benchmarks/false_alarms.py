@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from figures import launch, quiet_environment
+from figures import above_zero, launch, quiet_environment
 
 
 @contextlib.contextmanager
@@ -33,8 +33,8 @@ def busy_cores(processes: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--longest", type=float, default=3, help="seconds of the longest pause")
+    parser.add_argument("--minutes", type=above_zero, default=10)
+    parser.add_argument("--longest", type=above_zero, default=3, help="seconds of the longest pause")
     options = parser.parse_args()
     cores = os.cpu_count() or 1
     environment = {name: value for name, value in quiet_environment().items() if not name.startswith("SLIPSTREAM_")}

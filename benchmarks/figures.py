@@ -234,6 +234,18 @@ def require(*modules: str) -> None:
         raise Missing(f"this needs {' and '.join(gone)}, not installed in {sys.prefix}: `make bench` makes an environment with it")
 
 
+def above_zero(text: str) -> float:
+    """Return a number that is given on the command line, if it is above zero.
+
+    >>> above_zero("10")
+    10.0
+    """
+    number = float(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return number
+
+
 def options(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that every script has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

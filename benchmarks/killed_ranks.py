@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="jobs, of 2 and 4 ranks in turns")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    if given.kills < 1:
+        parser.error("--kills is how many ranks are killed: give a number above 0")
     chance = random.Random(given.seed)
     kills = []
     for number in range(given.kills):

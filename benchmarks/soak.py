@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from figures import HERE
+from figures import HERE, above_zero
 
 ROOT = HERE.parent
 RESULTS = HERE / "results" / "soak" / "results.md"
@@ -35,7 +35,7 @@ def parts(hours: float, results: Path) -> dict[str, list[str]]:
     return {
         "tests": ["-m", "pytest", "--soak", "-m", "soak", "--timeout=3600", "--deselect", "tests/faults/test_kills.py"],
         "saves": ["tests/faults/kills.py", "--kills", "1000"],
-        "restarts": ["benchmarks/soak_restarts.py", "100"],
+        "restarts": ["benchmarks/soak_restarts.py", "--kills", "100"],
         "kills": ["benchmarks/killed_ranks.py", "--kills", "50"],
         "alarms": ["benchmarks/false_alarms.py", "--minutes", "10"],
         "month": ["benchmarks/watch.py", "--month"],
@@ -60,7 +60,7 @@ def run(name: str, command: list[str], log: Path) -> tuple[int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="PART", help="run these parts alone")
-    parser.add_argument("--hours", type=float, default=2.0, help="of training with random faults")
+    parser.add_argument("--hours", type=above_zero, default=2.0, help="of training with random faults")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a line for every part is appended to this file")
     options = parser.parse_args()
     results = options.results.resolve()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from figures import machine, quiet_environment, slipstream
+from figures import above_zero, machine, quiet_environment, slipstream
 from soak_faults import KINDS, OF_MACHINES, Fault, Outcome, Unexpected, schedule
 from soak_job import RANKS, Job, JobEnded, make_job
 from soak_usage import TITLES, Slope, job_slopes, read_lines, slopes, usage
@@ -305,16 +305,14 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=2.0)
-    parser.add_argument("--minutes", type=float, help="instead of --hours")
+    parser.add_argument("--hours", type=above_zero, default=2.0)
+    parser.add_argument("--minutes", type=above_zero, help="instead of --hours")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.08, help="seconds that a rank sleeps after each step")
     parser.add_argument("--calm", type=float, default=CALM, help="seconds of the stretch without faults in every round")
     parser.add_argument("--json", type=Path, help="write the figures to this file, anew after every fault, and the tables beside it (.md)")
     parser.add_argument("--folder", type=Path, help="where to work; by default a temporary folder, removed if all is well")
     options = parser.parse_args()
-    if (options.hours if options.minutes is None else options.minutes) <= 0:
-        parser.error("--hours and --minutes are how long to train: give a number above 0")
     folder = options.folder or Path(tempfile.mkdtemp(prefix="slipstream-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
