@@ -66,8 +66,13 @@ def test_launcher_ended_at_import(script, tmp_path, number):
     """A signal that ends the launcher while it imports torch leaves nothing in the folder for temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    words = [sys.executable, "-m", "slipstream", "launch", "--cpu", "--num_processes", "2", script("pass")]
-    with subprocess.Popen(words, env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    words = [sys.executable, "-m", "slipstream", "launch", "--cpu", "--num_processes", "2", script("import time; time.sleep(60)")]
+
+    def answer() -> None:
+        signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and the launcher goes on, as it should
+
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=answer) as process:
         assert eventually(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
         process.send_signal(number)
         process.communicate(timeout=PATIENCE)
