@@ -1,7 +1,8 @@
-"""One rank of `lightning_strategy.py`: runs of Lightning with its DDP strategy and with ours, in turns; rank 0 writes the times."""
+"""One rank of `lightning_strategy.py`: runs of Lightning with its DDP strategy and with ours, in turns; rank 0 writes the times of both."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -14,7 +15,9 @@ from typing import Any
 warnings.simplefilter("ignore")
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from turns import Rounds, joined  # noqa: E402
 
 import slipstream.integrations.lightning  # noqa: E402, F401 - registers the strategy
 
@@ -121,17 +124,31 @@ CASES: dict[str, Callable[[str, int, int], Spent]] = {
 }
 
 
+def measured(run: Callable[[str, int, int], Spent], strategy: str, steps: int, ranks: int) -> Spent:
+    """Return the seconds per step of one run; garbage of the run before is not collected in it."""
+    gc.collect()
+    gc.disable()
+    try:
+        clock, processor = run(strategy, steps, ranks)
+    finally:
+        gc.enable()
+    return clock / steps, processor / steps
+
+
 def main() -> None:
     output, rounds, steps, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    found: dict[str, dict[str, list[Spent]]] = {case: {"slipstream": [], "ddp": []} for case in CASES}
+    found: Rounds = {case: {strategy: {"cpu": [], "wall": []} for strategy in ("slipstream", "ddp")} for case in CASES}
     for number in range(rounds + 1):
         for case, run in CASES.items():
             for strategy in sorted(found[case], reverse=bool(number % 2)):
-                clock, processor = run(strategy, steps if number else 20, ranks)
+                clock, processor = measured(run, strategy, steps, ranks)
                 if number:  # the first round warms up
-                    found[case][strategy].append((clock / steps, processor / steps))
-    if torch.distributed.get_rank() == 0:
-        output.write_text(json.dumps(found))
+                    found[case][strategy]["cpu"].append(processor)
+                    found[case][strategy]["wall"].append(clock)
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps({case: joined(rank[case] for rank in everyone) for case in found}))
 
 
 if __name__ == "__main__":

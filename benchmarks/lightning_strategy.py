@@ -1,51 +1,47 @@
 """Lightning on Slipstream: our strategy against Lightning's own DDP strategy, on two processes, interleaved.
 
-    python benchmarks/lightning_strategy.py [--quick] [--rounds 5] [--json FILE]
+    python benchmarks/lightning_strategy.py [--quick] [--rounds 24] [--json FILE]
 
-Both run the same loops of Lightning with the same tiny model (two layers of 32) in the same processes, in turns whose order alternates;
-the figure is the best round of each, per step, on rank 0, by the clock; a note has the ratios of
-medians and of best processor times. Nearly all of the time is Lightning's loop, which is the same for both: what
-differs is sampling, the wrapper, collectives for logging, and the agreement about signals before every batch. Goals:
+Both run the same loops of Lightning with the same tiny model (two layers of 32) in the same processes, in turns whose order alternates.
+The figure is the median, over the rounds, of the ratio of two neighbouring runs, in CPU time, as in `training.py`: the mean of both ranks.
+It is followed by the ratio of the wall times. Ranks wait for each other, so on cores that other programs use too the wall times of the same
+run differ by several times. Nearly all of the time is Lightning's loop, which is the same for both: what differs is sampling, the
+wrapper, collectives for logging, and the agreement about signals before every batch. Goals:
 
 - a step of the Trainer, plain, logged, accumulated; a validation step; a step of Fabric    at most 1.00 x Lightning's DDP
 """
 
 from __future__ import annotations
 
-from figures import Figure, best_of, job, options, report, require
+from figures import Figure, job, options, report, require
+from turns import Rounds, compared
 
-Times = dict[str, dict[str, list[tuple[float, float]]]]
-"""Seconds per step of each round by case and strategy: by the clock, and of the processor."""
+STEPS = 100
+"""Batches in a run."""
 
 
-def run(rounds: int, steps: int) -> Times:
+def run(rounds: int) -> Rounds:
     """Run one job on two processes."""
     require("lightning")
-    found: Times = job(2, "_lightning_worker.py", str(rounds), str(steps), "2", apart=True)
+    found: Rounds = job(2, "_lightning_worker.py", str(rounds), str(STEPS), "2", apart=True)
     return found
 
 
-def figures(times: Times) -> list[Figure]:
-    """Return the best rounds, per step."""
-    found = []
-    for case, by_strategy in times.items():
-        (ours, our_cpu), (theirs, their_cpu) = (
-            zip(*([second * 1e6 for second in both] for both in by_strategy[name]), strict=True) for name in ("slipstream", "ddp")
-        )
-        found.append(best_of(case, "us", ours, theirs, "Lightning's DDP", 1.0, f"CPU {min(our_cpu) / min(their_cpu):.2f}"))
-    return found
+def figures(rounds: Rounds) -> list[Figure]:
+    """Return our runs against those of Lightning's strategy, per step."""
+    return [compared(case, 1.0, times["slipstream"], times["ddp"], "Lightning's DDP") for case, times in rounds.items()]
 
 
 def measure(quick: bool) -> list[Figure]:
     """Return all figures."""
-    return figures(run(2, 100) if quick else run(5, 400))
+    return figures(run(8 if quick else 24))
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, help="how often everything is measured")
     given = parser.parse_args()
-    found = figures(run(given.rounds, 400)) if given.rounds else measure(given.quick)
+    found = figures(run(given.rounds)) if given.rounds else measure(given.quick)
     report("lightning", found, given)
 
 
