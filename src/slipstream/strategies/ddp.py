@@ -8,8 +8,8 @@ otherwise differ in the last bits from one that went on. The collectives are tor
 
 Timing marks where the local part of a backward pass ends. The autograd engine runs callbacks in the order in which they were queued, and
 DistributedDataParallel queues its own with the last gradient, so one that is queued with an earlier gradient runs just before the wait
-for communication. It is queued by a hook on the parameter that was registered last, which costs two microseconds per pass; a hook on the
-loss costs ten and is used where a pass left that parameter out, and a communication hook costs tens per bucket and takes the user's
+for communication. It is queued by a hook on the parameter that was registered last, which costs two microseconds per averaging pass; a hook
+on the loss costs ten and is used where a pass left that parameter out, and a communication hook costs tens per bucket and takes the user's
 place.
 """
 
@@ -54,11 +54,9 @@ class LocalBackwardTimer:
         self._was_missed = False
         self._is_awaited = False
 
-    def watch(self, replicated: torch.nn.Module) -> None:
+    def watch(self, replicated: Replicated) -> None:
         """Mark the passes of a model, as long as it is wrapped like this."""
-        last = [parameter for parameter in replicated.parameters() if parameter.requires_grad][-1]
-        handle = last.register_post_accumulate_grad_hook(self._begun)  # type: ignore[no-untyped-call]
-        weakref.finalize(replicated, handle.remove).atexit = False
+        replicated.__dict__["_on_last_gradient"] = self._begun
 
     def backward(self, loss: torch.Tensor, run: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         """Run a pass that reduces gradients."""
@@ -72,7 +70,8 @@ class LocalBackwardTimer:
             self._is_awaited = False
 
     def _begun(self, tensor: torch.Tensor) -> None:
-        _queue_callback(self._ended)
+        if self._is_awaited:  # and not in a pass that accumulates, which waits for nobody
+            _queue_callback(self._ended)
 
     def _ended(self) -> None:
         if self._is_awaited:  # and not in a backward that somebody else runs, nor for a second time
@@ -135,17 +134,21 @@ class Replicated(DistributedDataParallel):
         self.trained = _trained_identities(module)
         """Identities of the parameters that took gradients when it was made: only these are averaged."""
         self._is_current = is_current
+        self._on_last_gradient: Callable[[torch.Tensor], None] | None = None
+        """Called in every backward pass with the parameter that was registered last, when its gradient is there."""
         last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
-        handle = last.register_post_accumulate_grad_hook(_DisarmHook(self))  # type: ignore[no-untyped-call]
+        handle = last.register_post_accumulate_grad_hook(_LastGradientHook(self))  # type: ignore[no-untyped-call]
         weakref.finalize(self, handle.remove).atexit = False
 
     # -- the user's model shows through ---------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if name == "module" and module is not None:  # every forward asks for it
+            return module
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("_ddp"):
                 raise
         try:
@@ -216,7 +219,7 @@ class Replicated(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_is_current", "_buffer_watch", "_shown", "_reduced"):
+        for name in ("_is_current", "_buffer_watch", "_on_last_gradient", "_shown", "_reduced"):
             state.pop(name, None)
         return state
 
@@ -224,6 +227,7 @@ class Replicated(DistributedDataParallel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._is_current = lambda: True
         self._buffer_watch = nullcontext()
+        self._on_last_gradient = None
         self._fix_buckets()
 
     # -- buckets ----------------------------------------------------------------------------------------------------
@@ -276,16 +280,16 @@ class Replicated(DistributedDataParallel):
         own["_is_armed"] |= own["require_forward_param_sync"]
         return output
 
-    def _check_current(self) -> None:
-        """Raise if the group of this model is gone: a device would compute on, with gradients that are not averaged."""
-        if not self._is_current():
-            raise StateError(
-                f"this {type(self.module).__name__} was prepared before the process group was released: prepare it again "
-                "(`model = accelerator.prepare(model)`), and it is wrapped for the present group"
-            )
+    def _outdated(self) -> StateError:
+        """Return the error for a model whose group is gone: a device would compute on, with gradients that are not averaged."""
+        return StateError(
+            f"this {type(self.module).__name__} was prepared before the process group was released: prepare it again "
+            "(`model = accelerator.prepare(model)`), and it is wrapped for the present group"
+        )
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._check_current()
+        if not self._is_current():
+            raise self._outdated()
         try:
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -296,7 +300,7 @@ class Replicated(DistributedDataParallel):
         own = self.__dict__
         if own["require_backward_grad_sync"] and not self._is_current():
             if own["_is_ready"] or own["_is_armed"]:  # the loss may come from this one; else it was wrapped anew, and has no part in it
-                self._check_current()
+                raise self._outdated()
             return
         if own["_is_ready"]:  # since the forward
             own["_is_ready"] = False
@@ -416,8 +420,8 @@ class _GroupOfOne(dist.ProcessGroup):
         return _Done()
 
 
-class _DisarmHook:
-    """A hook on the last parameter of a model: gradients came, so torch's reducer expects none any more."""
+class _LastGradientHook:
+    """A hook on the last parameter of a model: gradients came, so torch's reducer expects none any more. One hook, as each costs time."""
 
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = weakref.ref(replicated)  # which has the parameter
@@ -425,7 +429,10 @@ class _DisarmHook:
     def __call__(self, parameter: torch.Tensor) -> None:
         replicated = self._replicated()
         if replicated is not None:
-            replicated.__dict__["_is_armed"] = False
+            own = replicated.__dict__
+            own["_is_armed"] = False
+            if own["_on_last_gradient"] is not None:
+                own["_on_last_gradient"](parameter)
 
 
 def _has_own_attribute(module: Any, name: str) -> bool:
@@ -522,7 +529,7 @@ class DDPStrategy(Strategy):
         channel: Any = self._runtime.channel()
         with self._in_prepare:
             replicated = Replicated(
-                model, lambda: bool(channel.usable), self._in_forward, device_ids=devices, **self._options.to_kwargs()
+                model, partial(getattr, channel, "usable"), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
         self._replicas = [known for known in self._replicas if known() is not None] + [weakref.ref(replicated)]
         if self._timer is not None:

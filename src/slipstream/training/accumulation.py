@@ -180,7 +180,9 @@ class Accumulation:
         over all batches of its window.
         """
         if reached:
-            self._set_loss_kind(_MEANS)
+            if self.loss_kind != _MEANS:
+                self._set_loss_kind(_MEANS)
+            self.backward_done = True
         if not self._batch_counted:
             self._batch_counted = True
             self._total += count
@@ -189,6 +191,7 @@ class Accumulation:
     def add_sum(self, weight: Any) -> None:
         """Count a backward pass on a sum with its weight: a number, or a value that is read when `total` is asked for."""
         self._set_loss_kind(_SUMS)
+        self.backward_done = True
         self.weights.append(weight)
 
     @property
@@ -227,7 +230,6 @@ class Accumulation:
                 "Pass weight= to every backward of a window, or to none."
             )
         self.loss_kind = kind
-        self.backward_done = True
 
     # -- saved and restored ---------------------------------------------------------------------------------------
 

@@ -582,6 +582,12 @@ def _choose_divisor(
     `corrections` must be rescaled to their own divisor. Models that the loss does not reach get their own divisor now if their losses are
     of the same kind.
     """
+    if len(affected) == 1 and affected[0] in reached:  # the usual case, where the lines below come to the same
+        model, divisor = affected[0], divisors[0]
+        factor = model.accumulation.change_divisor(divisor)
+        if factor != 1.0:
+            model.rescale(factor)
+        return divisor, []
     pairs = list(zip(affected, divisors, strict=True))
     reached_pairs = [pair for pair in pairs if pair[0] in reached]
     divisor = next((own for model, own in reached_pairs if model.accumulation.gradient_divisor is not None), (reached_pairs or pairs)[0][1])
