@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from slipstream import PartialState, PeerLostError, WaitTimeoutError
+from slipstream.distributed import collectives
 from slipstream.distributed.heartbeat import Heartbeat
 from slipstream.distributed.transport import _Peer, find_neighbours
+from slipstream.errors import DistributedOperationException
 from slipstream.testing import faults
 
 
@@ -110,6 +115,36 @@ def test_lost_rank_named_to_ranks_without_a_connection(ranks: Any) -> None:
     outcomes = ranks(6).outcomes(run)
     for outcome in outcomes[:1] + outcomes[2:]:
         assert "the connection to rank 1 broke" in str(outcome.value), outcome
+
+
+SHORT_OF_MEMORY: dict[str, Callable[[PartialState], Any]] = {
+    "gather": lambda state: state.gather(torch.ones(1 << 20)),
+    "reduce": lambda state: state.reduce(torch.ones(1 << 20)),
+    "broadcast": lambda state: state.broadcast(torch.ones(1 << 20)),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", SHORT_OF_MEMORY)
+def test_rank_short_of_memory_named(ranks: Any, name: str, world: int) -> None:
+    """A rank without memory for a result is named to the others with its error, and the next calls of all belong together again."""
+
+    def run() -> tuple[str, list[int]]:
+        state = PartialState()
+        state.wait_for_everyone()
+        message = ""
+        with contextlib.ExitStack() as patches:
+            for module, function in ((collectives, "empty_host_tensor"), (torch, "cat")) if state.process_index == 1 else ():
+                patches.enter_context(mock.patch.object(module, function, side_effect=MemoryError("no 32 GB")))
+            try:
+                SHORT_OF_MEMORY[name](state)
+            except (MemoryError, DistributedOperationException) as error:
+                message = str(error)
+        return message, state.gather([state.process_index])
+
+    for message, gathered in ranks(world).run(run):
+        assert "no 32 GB" in message
+        assert gathered == list(range(world))
 
 
 def test_failed_rank_named_with_exception(ranks: Any) -> None:

@@ -144,7 +144,7 @@ def gather(
         guarded.exchange(body, receiver=dst if on_host else None, place=joined.place, lead=joined.sizes.size)
         if dst not in (None, channel.rank) and on_host:
             return None
-        joined.gather_device(guarded)
+        guarded.together(lambda: joined.gather_device(guarded))
     if dst not in (None, channel.rank):
         return None
     return pytree.unflatten(data, joined.finish(leaves, packed, arrange), is_entries)
@@ -328,7 +328,7 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
         if reduction == "none":
             results = [pack.tensor.clone() for pack in packed]
         else:
-            results = _combine(bodies, packed, reduction) if small else _all_reduce(guarded, packed, reduction, channel.world_size)
+            results = _combine(bodies, packed, reduction) if small else guarded.together(lambda: _all_reduce(guarded, packed, reduction))
     return pytree.unflatten(data, [term.finish(result, scale) for term, result in zip(terms, results, strict=True)])
 
 
@@ -415,7 +415,7 @@ def _take_rows(reader: BodyReader, pack: PackedTensor) -> torch.Tensor:
     return pack.as_rows(torch.from_numpy(reader.take(pack.rows * pack.row_bytes)), pack.rows)
 
 
-def _all_reduce(guarded: GuardedCall, packed: list[PackedTensor], reduction: str, world_size: int) -> list[torch.Tensor]:
+def _all_reduce(guarded: GuardedCall, packed: list[PackedTensor], reduction: str) -> list[torch.Tensor]:
     """Run one all-reduce for each large tensor, in what becomes its result, and one for the others of each type and device."""
     groups: dict[Any, list[int]] = {}
     for index, pack in enumerate(packed):
@@ -428,7 +428,7 @@ def _all_reduce(guarded: GuardedCall, packed: list[PackedTensor], reduction: str
         total = flat.float() if adds and flat.dtype in _HALF else flat  # rounded once, as on one process
         guarded.all_reduce(total, "sum" if adds else reduction)
         if reduction == "mean":
-            total /= world_size
+            total /= guarded.world_size
         flat = total.to(flat.dtype)
         parts = torch.split(flat, [packed[index].tensor.numel() for index in members])
         for index, part in zip(members, parts, strict=True):
@@ -447,13 +447,13 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
     with _announce_failures(channel, limits, name):
         check_rank(from_process, channel.world_size)
         packed = [PackedTensor(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
+        received = _BroadcastLeaves([pack for pack in packed if pack is not None], from_process)
         if channel.rank == from_process:
             _fill_broadcast_body(body, leaves, packed)
     text = pytree.describe_structure(data, lambda leaf: describe_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_entries)
     with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
-        received = _BroadcastLeaves([pack for pack in packed if pack is not None], from_process)
         guarded.exchange(body, sender=from_process, place=received.place, lead=8)
-        received.broadcast_device(guarded)
+        guarded.together(lambda: received.broadcast_device(guarded))
     tensors, objects = iter(received.tensors), iter(codec.decode(received.encoded, place=True, transient=True))
     results = [
         unpack_object(next(objects), leaf) if pack is None else pack.finish(next(tensors))
@@ -663,8 +663,8 @@ def check_agreement(channel: Channel, limits: Limits, what: str, values: Mapping
     lines = [f"  {name}: {_format_groups(found)}" for name, found in list(different.items())[:_MAX_SHOWN]]
     more = f"\n  and {len(different) - _MAX_SHOWN} more" if len(different) > _MAX_SHOWN else ""
     raise MismatchError(
-        f"{what} should be the same on all processes, but {len(different)} of {len(names)} are not:\n"
-        + "\n".join(lines) + f"{more}\n(raised on rank {channel.rank})"
+        "\n".join([f"{what} should be the same on all processes, but {len(different)} of {len(names)} are not:", *lines])
+        + f"{more}\n(raised on rank {channel.rank})"
     )
 
 

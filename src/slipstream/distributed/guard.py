@@ -19,7 +19,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import numpy
 import torch
@@ -155,6 +155,7 @@ def _shorten(text: str, begin: int) -> str:
 _COMBINED: Final[dict[str, Callable[..., torch.Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _SLICE = timedelta(milliseconds=200)
 _CPU = CPU.type
+_Result = TypeVar("_Result")
 _Array = Any
 """A one-dimensional numpy array of bytes."""
 
@@ -211,6 +212,8 @@ class Body:
 class GuardedCall:
     """A guarded call in progress. This base class is for a single process, which receives what it sends."""
 
+    world_size = 1
+
     def __enter__(self) -> GuardedCall:
         return self
 
@@ -230,6 +233,10 @@ class GuardedCall:
         if place is not None:
             _copy_parts([own], place([own]), lead)
         return [own]
+
+    def together(self, operation: Callable[[], _Result]) -> _Result:
+        """Return what an operation returns in which the other ranks take part; if it fails on one rank, their waits end too."""
+        return operation()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
@@ -347,6 +354,7 @@ class _GroupCall(GuardedCall):
     """A call in progress on a `GroupChannel`."""
 
     def __init__(self, channel: GroupChannel, call: CollectiveCall, limits: Limits, patient: bool) -> None:
+        self.world_size = channel.world_size
         self._channel = channel
         self._call = call
         self._limits = limits
@@ -383,8 +391,7 @@ class _GroupCall(GuardedCall):
             self._raise_mismatch()
         receives = receiver in (None, self._channel.rank)
         if not found.complete:
-            own = [body.joined()] if place is None else body.parts_behind(lead)
-            return self._exchange_large(list(filter(len, own)), found, sender, receiver, place)
+            return self.together(lambda: self._exchange_large(body, lead, found, sender, receiver, place))
         if place is not None and receives:
             _copy_parts(found.bodies, place(found.bodies), lead)
         return found.bodies
@@ -398,7 +405,7 @@ class _GroupCall(GuardedCall):
         if size:
             body.write_to(numpy.frombuffer(inline.data, dtype=numpy.uint8))
         fingerprint = self._call.fingerprint(channel.sequence)
-        found: Exchanged = self._run(lambda: channel.transport.exchange(fingerprint, inline, following, self._check))
+        found = self.together(lambda: channel.transport.exchange(fingerprint, inline, following, self._check))
         if channel.transport.ended():  # a rank may leave after this call, but must not abort it
             channel.heartbeat.find_peer_failure(0.0)
             if channel.heartbeat.peer_failure is not None:
@@ -406,19 +413,20 @@ class _GroupCall(GuardedCall):
         return found
 
     def _exchange_large(
-        self, own: list[_Array], found: Exchanged, sender: int | None, receiver: int | None, place: Place | None
+        self, body: Body, lead: int, found: Exchanged, sender: int | None, receiver: int | None, place: Place | None
     ) -> list[_Array]:
         transport, rank = self._channel.transport, self._channel.rank
+        own = list(filter(len, [body.joined()] if place is None else body.parts_behind(lead)))
         if receiver not in (None, rank):
-            self._run(lambda: transport.gather_to(receiver, own, found.following, self._check))
+            transport.gather_to(receiver, own, found.following, self._check)
             return [numpy.empty(0, dtype=numpy.uint8)] * len(found.bodies)
         places = [[numpy.empty(size, dtype=numpy.uint8)] for size in found.following] if place is None else place(found.bodies)
         if sender is not None:
-            self._run(lambda: transport.broadcast(own if rank == sender else places[sender], sender, self._check))
+            transport.broadcast(own if rank == sender else places[sender], sender, self._check)
         elif receiver is not None:
-            self._run(lambda: transport.gather_at(receiver, places, self._check))
+            transport.gather_at(receiver, places, self._check)
         else:
-            self._run(lambda: transport.all_gather(own, places, self._check))
+            transport.all_gather(own, places, self._check)
         for target, part in zip(filter(len, places[rank]), own, strict=True):
             target[:] = part
         return found.bodies if place is not None else [array for (array,) in places]
@@ -447,7 +455,7 @@ class _GroupCall(GuardedCall):
 
         unit = tensor.element_size()
         data = numpy.frombuffer(byte_view(tensor), dtype=numpy.uint8)
-        self._run(lambda: self._channel.transport.all_reduce(data, add, self._check, unit))
+        self.together(lambda: self._channel.transport.all_reduce(data, add, self._check, unit))
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         """Broadcast a tensor in device memory."""
@@ -462,25 +470,29 @@ class _GroupCall(GuardedCall):
         description = Body()
         description.add_bytes(encode_message(self._call.describe(), limit - len(site)) + site)
         found = self._meet(description, 0, description.length)
-        bodies = found.bodies if found.complete else self._exchange_large([description.joined()], found, None, None, None)
+        bodies = found.bodies
+        if not found.complete:
+            bodies = self.together(lambda: self._exchange_large(description, 0, found, None, None, None))
         texts = [body.tobytes().decode(errors="replace") for body in bodies]
         raise MismatchError(f"{explain_mismatch(texts, self._channel.sequence)}\n(raised on rank {self._channel.rank})")
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def _wait(self, work: Any) -> None:
-        self._run(lambda: wait_in_slices(work, self._check))
+        self.together(lambda: wait_in_slices(work, self._check))
 
-    def _run(self, operation: Callable[[], Any]) -> Any:
+    def together(self, operation: Callable[[], _Result]) -> _Result:
         """Run an operation that waits for other ranks, and explain a broken connection by what the launcher or the other rank posted."""
         try:
             return operation()
         except ConnectionLost as lost:
             who = "another rank" if lost.rank is None else f"rank {lost.rank}"
             self._channel.heartbeat.find_peer_failure(1.5, f"the connection to {who} broke ({lost})")
-            self._tell_others()
+            self._tell_others(self._channel.heartbeat.peer_failure)
             self._raise_peer_failure()
         except BaseException as error:  # an interrupted exchange may leave half a frame behind
+            if isinstance(error, Exception) and self._channel.broken is None and not isinstance(error, DistributedOperationException):
+                self._tell_others(f"rank {self._channel.rank} failed in {self._call.operation}: {type(error).__name__}: {error}")
             self._channel.abort(f"{self._call.operation} at {self._call.site} was interrupted by {type(error).__name__}")
             raise
 
@@ -490,11 +502,11 @@ class _GroupCall(GuardedCall):
             self._monitor = WaitMonitor(self._channel.heartbeat, self._limits, patient=self._patient)
         self._monitor.check()
 
-    def _tell_others(self) -> None:
-        """Tell why this rank closes its connections: ranks that are not neighbours of the lost one notice only that."""
+    def _tell_others(self, cause: str | None) -> None:
+        """Tell why this rank closes its connections: ranks that are not neighbours of a lost one notice only that."""
         heartbeat = self._channel.heartbeat
         if not heartbeat.is_mismatch:
-            heartbeat.post("gave_up", generation=self._channel.generation, call=self._call.operation, because=heartbeat.peer_failure)
+            heartbeat.post("gave_up", generation=self._channel.generation, call=self._call.operation, because=cause)
 
     def _raise_peer_failure(self) -> NoReturn:
         self._channel.abort(str(self._channel.heartbeat.peer_failure))
