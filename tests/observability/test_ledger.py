@@ -363,6 +363,45 @@ def test_samples_and_tokens(tokens: Any, expected: int | None) -> None:
     assert report.samples_per_second == pytest.approx(7 / report.seconds)
 
 
+ROWS = torch.ones(3, 2)
+CHANGING: dict[str, list[tuple[Any, int]]] = {
+    "other keys": [({"input_ids": ROWS}, 3), ({"labels": ROWS}, 3), ({"input_ids": None, "x": ROWS[:2]}, 2), ({}, 1)],
+    "no dimension any more": [(ROWS, 3), (torch.tensor(1.0), 1), ("text", 1), (None, 1)],
+    "shorter": [([ROWS, "text"], 3), ([], 1), ((ROWS,), 3), (["text", ROWS], 3)],
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_batches_that_change(kind: str) -> None:
+    """What was chosen by the first batch to count samples and tokens does not end a loop over batches of another structure."""
+    batches, sizes = zip(*CHANGING[kind], strict=True)
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(2, 1)
+    net, optimizer, reader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters()), torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+    )
+    seen = []
+    for batch in reader:
+        seen.append(batch)
+        accelerator.backward(net(ROWS).sum())
+        optimizer.step()
+    assert len(seen) == len(batches)
+    assert accelerator.ledger().samples == sum(sizes)
+
+
+def test_a_count_that_raises() -> None:
+    """An exception of the user's own count of tokens reaches the loop, and what was measured before it can be read."""
+
+    def count(batch: Any) -> int:
+        raise KeyError("tokens")
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[LedgerKwargs(tokens=count)])
+    reader = accelerator.prepare(torch.utils.data.DataLoader(Texts(), batch_size=2))
+    with pytest.raises(KeyError, match="tokens"):
+        next(iter(reader))
+    assert accelerator.ledger().steps == 0
+
+
 def test_unknown_batch_sizes() -> None:
     """Batches of a size that only they know are measured."""
     clock = Clock()

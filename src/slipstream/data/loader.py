@@ -74,16 +74,18 @@ def time_batches(batches: Iterator[Any], meter: Meter, loader: PreparedLoader, r
             add(LEAVE)
             add(clock())
             inside = False
-            add(SAMPLES_HANDED)
             if size is None:
-                add(measure(batch))
+                samples = measure(batch)
             else:
                 current = loader.current
                 shares = None if current is None else current.shares
-                add(size if shares is None else shares.real[rank])
+                samples = size if shares is None else shares.real[rank]
+            add(SAMPLES_HANDED)
+            add(samples)
             if count is not None:
+                tokens = count(batch)  # the user's own function may raise: not between a mark and its value
                 add(TOKENS_COUNTED)
-                add(count(batch))
+                add(tokens)
             yield batch
     except StopIteration:
         return
@@ -95,12 +97,19 @@ def time_batches(batches: Iterator[Any], meter: Meter, loader: PreparedLoader, r
 
 
 def _choose_counter(batch: Any) -> Callable[[Any], int]:
-    """Return a function that counts the samples of batches like this one, by its first tensor."""
-    if isinstance(batch, torch.Tensor) and batch.ndim:
-        return len
-    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list | tuple) else ()
-    key, first = next(iter(entries), (None, None))
-    return (lambda batch: len(batch[key])) if isinstance(first, torch.Tensor) and first.ndim else _count_by_batch_size
+    """Return a function that counts the samples of batches like this one by its first tensor; others are searched for one."""
+    kind, is_tensor = type(batch), isinstance(batch, torch.Tensor)
+    entries = batch if isinstance(batch, Mapping) else range(len(batch)) if isinstance(batch, list | tuple) else ()
+    key = next(iter(entries), None)
+
+    def count(batch: Any) -> int:
+        try:
+            first = None if type(batch) is not kind else batch if is_tensor else batch[key]
+        except (LookupError, TypeError):
+            first = None
+        return len(first) if isinstance(first, torch.Tensor) and first.ndim else _count_by_batch_size(batch)
+
+    return count
 
 
 def _count_by_batch_size(batch: Any) -> int:

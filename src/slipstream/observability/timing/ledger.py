@@ -570,7 +570,9 @@ def _find_token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -
     if callable(wanted):
         return wanted
     name = wanted or "input_ids"
-    found = batch.get(name) if isinstance(batch, Mapping) else None
-    if not isinstance(found, torch.Tensor):
-        return None
-    return lambda batch: int(batch[name].numel())
+
+    def count(batch: Any) -> int:
+        found = batch.get(name) if isinstance(batch, Mapping) else None
+        return found.numel() if isinstance(found, torch.Tensor) else 0
+
+    return count if isinstance(batch, Mapping) and isinstance(batch.get(name), torch.Tensor) else None
