@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 
+from slipstream.distributed import transport
 from slipstream.distributed.guard import align
 from slipstream.distributed.transport import (
     ConnectionLost,
@@ -201,6 +203,30 @@ def test_wait_is_checked() -> None:
         with pytest.raises(TimeoutError, match="enough"):
             transports[0].all_gather([own], [[own], [own.copy()]], check)
         assert asked.is_set()
+
+
+class SlowCaller:
+    """A connection to who sends a byte every four seconds of its own clock."""
+
+    now = 0.0
+    timeout = 0.0
+
+    def settimeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+    def recv(self, size: int) -> bytes:
+        self.now += min(4.0, self.timeout)
+        if self.timeout < 4.0:
+            raise TimeoutError
+        return b"t"
+
+
+def test_slow_caller_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says a byte now and then does not keep the ranks from meeting."""
+    caller = SlowCaller()
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: caller.now))
+    assert transport._accept_peer(caller, b"t" * 32) == -1  # type: ignore[arg-type]
+    assert caller.now == 5.0
 
 
 def test_strangers_are_turned_away() -> None:

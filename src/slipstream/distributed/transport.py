@@ -52,6 +52,8 @@ _REDUCED_BYTES = 1 << 20
 """How much of a sum is received before it is added: it stays in the cache."""
 _MOST_VIEWS = 64
 _HELLO = struct.Struct("<32sI")
+_HELLO_SECONDS = 5.0
+"""How long a caller may take to say who it is."""
 
 _MARK = 0x534C5032
 _HEADER = struct.Struct("<II24sQQ")
@@ -421,10 +423,14 @@ def connect_sockets(
 
 def _accept_peer(connection: socket.socket, token: bytes) -> int:
     """Return the rank of a caller that knows the token, and -1 for any other."""
-    connection.settimeout(5.0)
+    deadline = time.monotonic() + _HELLO_SECONDS
     hello = b""
     try:
-        while len(hello) < _HELLO.size and (data := connection.recv(_HELLO.size - len(hello))):
+        while len(hello) < _HELLO.size:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))  # of all parts together: the others wait meanwhile
+            data = connection.recv(_HELLO.size - len(hello))
+            if not data:
+                break
             hello += data
         shown, other = _HELLO.unpack(hello)
     except (OSError, struct.error):  # it says nothing in time, or hangs up
