@@ -174,6 +174,22 @@ def test_replicas_that_may_differ(ranks: Any) -> None:
     assert ranks(2).run(run) == [([], 9), ([], 10)]
 
 
+def test_replicas_of_views(ranks: Any) -> None:
+    """Weights that are views with gaps are compared as any others."""
+
+    def run() -> list[Any]:
+        accelerator, guards = guarded(GuardKwargs(drift_every=1, schedule=False))
+        net = torch.nn.Linear(3, 4)
+        net.weight = torch.nn.Parameter(torch.ones(4, 6)[:, ::2])
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        for number in range(3):
+            accelerator.backward(net(batch(number, accelerator.process_index, torch.float32)).square().mean())
+            optimizer.step()
+        return guards.reporter.reported
+
+    assert ranks(2).run(run) == [[], []]
+
+
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,8 @@ def sum_bits(parameters: Sequence[torch.Tensor]) -> LateValues:
     >>> other[1] += 1e-7
     >>> sum_bits([one]).tolist() == sum_bits([torch.ones(3)]).tolist(), sum_bits([one]).tolist() == sum_bits([other]).tolist()
     (True, False)
+    >>> sum_bits([torch.arange(8.0).view(4, 2)[:, 1]]).tolist() == sum_bits([torch.tensor([1.0, 3.0, 5.0, 7.0])]).tolist()
+    True
     """
     sums = [_sum_tensor_bits(parameter.detach()) for parameter in parameters]
     if len({total.device for total in sums}) > 1:
@@ -49,8 +51,8 @@ def _sum_tensor_bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     size = flat.element_size()
     per = 8 // size
-    if flat.storage_offset() % per:
-        flat = flat.clone()
+    if flat.storage_offset() % per or not flat.is_contiguous():  # of a view with gaps, or of one value that is repeated
+        flat = flat.clone(memory_format=torch.contiguous_format)
     even = flat.numel() // per * per
     total = flat[:even].view(torch.int64).sum()
     return total if even == flat.numel() else total + flat[even:].view(_INTEGER_DTYPES[size]).sum(dtype=torch.int64)
