@@ -137,6 +137,35 @@ def test_every_optimizer_and_scheduler(tmp_path: Path, optimizer: str, schedule:
     assert updates(*again, 6) == expected
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_optimizer_of_parameters_in_other_layouts(tmp_path: Path, optimizer: str) -> None:
+    """Fused optimizers, which go through memory in order, go on exactly with weights in channels_last and transposed ones."""
+
+    def prepared() -> tuple[Any, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        pictures = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        model = torch.nn.Sequential(pictures, torch.nn.Flatten(), torch.nn.Linear(36, 2))
+        model[2].weight = torch.nn.Parameter(torch.randn(36, 2).t())
+        momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
+        return accelerator, *accelerator.prepare(
+            model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, fused=True, **momentum)
+        )
+
+    def update(accelerator: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
+        accelerator.backward(model(torch.linspace(-1, 1, 150).view(2, 3, 5, 5)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    run, again = prepared(), prepared()
+    update(*run)
+    where = run[0].save_state(tmp_path / "first")
+    expected = update(*run)
+    again[0].load_state(where)
+    assert all(map(torch.equal, update(*again), expected))
+
+
 def test_run_not_begun_can_saved(tmp_path: Path) -> None:
     """A run that has not begun can be saved."""
     run = begin()

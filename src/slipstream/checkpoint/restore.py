@@ -458,6 +458,7 @@ def _restore_fallible(saver: Saver, plan: _RestorePlan, undo: list[Callable[[], 
         with _explain_refusal(saved.where, f"optimizer {number}", optimizer.optimizer):
             undo.append(_optimizer_undo(optimizer.optimizer))
             optimizer.load_state_dict(_with_ranges(stored, optimizer.optimizer))
+            _match_strides(optimizer.optimizer)
     for counted, optimizer in zip(saved.updates, registry.optimizers, strict=False):
         undo.append(partial(_set_counts, optimizer, optimizer.updates, optimizer.step_was_skipped))
         _set_counts(optimizer, counted["updates"], bool(counted["skipped"]))
@@ -487,6 +488,19 @@ def _with_ranges(stored: dict[str, Any], optimizer: torch.optim.Optimizer) -> di
     if not is_plain or optimizer._optimizer_load_state_dict_pre_hooks:
         return stored
     return {**stored, "param_groups": [{**group, "params": _as_range(group["params"])} for group in stored["param_groups"]]}
+
+
+def _match_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Lay state of the shape of its parameter out as the parameter is, where that is not row by row, as in a file.
+
+    torch makes it so, and fused optimizers rely on it: the one for the CPU pairs elements by their place in memory (torch 2.13).
+    """
+    for parameter, entries in optimizer.state.items():
+        if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_contiguous():
+            continue
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            if type(value) is torch.Tensor and value.layout is torch.strided and value.shape == parameter.shape:
+                entries[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _as_range(numbers: Sequence[Any]) -> Sequence[Any]:
