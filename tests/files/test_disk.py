@@ -239,6 +239,31 @@ def test_thousands_of_files_and_folders_synced(tmp_path: Path) -> None:
     assert disk.most < 100
 
 
+@pytest.mark.parametrize("room", [1, 2, 7])
+def test_files_of_a_save_with_few_descriptors(room: int, tmp_path: Path) -> None:
+    """Where the system opens no more files, those that wait are synced and closed, and the save goes on."""
+
+    class Limited(OpenNow):
+        def _open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+            if len(self.now) >= room:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super()._open(path, flags, mode)
+
+    disk = Limited()
+    files = UnsyncedFiles(disk)
+    for number in range(30):
+        entry = files.write(tmp_path / str(number), iter([b"some ", b"bytes"]), 10)
+        assert (tmp_path / str(number)).read_bytes() == b"some bytes"
+        assert entry.size == 10
+    files.sync()
+    assert not disk.now
+    with disk._opened(tmp_path / "0", os.O_RDONLY):
+        files = UnsyncedFiles(disk)
+        if room == 1:
+            with pytest.raises(OSError, match="Too many open files"):
+                files.write(tmp_path / "more", [b"x"], 1)
+
+
 @pytest.mark.parametrize("started", [0, 1])
 def test_synced_without_threads(started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system has no more threads, as while Python ends, those that there are sync everything."""

@@ -453,12 +453,20 @@ class UnsyncedFiles:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._open: dict[int, Path] = {}
+        self._most = _MOST_UNSYNCED
 
     def write(self, path: Path, chunks: Iterable[Bytes], size: int) -> FileEntry:
         """Write a file, as `Disk.write` does; it stays open until `sync`."""
-        if len(self._open) >= _MOST_UNSYNCED:
+        if len(self._open) >= self._most:
             self.sync()
-        fd, entry = self._disk.write_unsynced(path, chunks, size)
+        try:
+            fd, entry = self._disk.write_unsynced(path, chunks, size)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                raise
+            self._most = max(1, len(self._open) // 2)  # and leave some to others
+            self.sync()
+            fd, entry = self._disk.write_unsynced(path, chunks, size)  # it could not be opened, so nothing was taken of the chunks
         self._open[fd] = path
         return entry
 
