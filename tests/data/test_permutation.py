@@ -88,6 +88,39 @@ def test_rounds_over_few_samples() -> None:
     assert RepeatedPermutation(7, 60, 5).look_up(positions(5, 30)) == order[5:30]
 
 
+@given(st.integers(1, 40), st.lists(st.integers(0, 10_000), max_size=60), KEYS)
+@settings(max_examples=60, deadline=None)
+def test_rounds_at_any_positions(count: int, places: list[int], key: int) -> None:
+    """Positions in any order, of any rounds, give what they give one by one."""
+    order = RepeatedPermutation(count, 10_001, key)
+    together = order.look_up(numpy.array(places, numpy.uint64))
+    assert together == [order.look_up(positions(place, place + 1))[0] for place in places]
+
+
+class Counted(numpy.ndarray[Any, Any]):
+    """An array that counts the elements that arithmetic and comparisons on it, and on what comes of them, go through."""
+
+    elements = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = [entry.view(numpy.ndarray) if isinstance(entry, Counted) else entry for entry in inputs]
+        out = tuple(entry.view(numpy.ndarray) if isinstance(entry, Counted) else entry for entry in options.pop("out", ()))
+        Counted.elements += max(numpy.size(entry) for entry in plain)
+        result = getattr(ufunc, method)(*plain, **options, **({"out": out} if out else {}))
+        return result.view(Counted) if isinstance(result, numpy.ndarray) else result
+
+
+def test_many_rounds_cost_what_their_positions_cost() -> None:
+    """Twice the positions are twice the work, however few samples a round has."""
+
+    def work(count: int) -> int:
+        Counted.elements = 0
+        RepeatedPermutation(3, 10**6, 5).look_up(positions(0, count).view(Counted))
+        return Counted.elements
+
+    assert work(1800) < 3 * work(900)
+
+
 def test_selection_keeps_values() -> None:
     values = [f"sample {number}" for number in range(5000)]
     order = Selection(values, 5)

@@ -103,13 +103,16 @@ class RepeatedPermutation(ComputedOrder):
         self._count, self._key = count, key
 
     def look_up(self, positions: _Numbers) -> list[Any]:
-        rounds: _Numbers = positions // numpy.uint64(self._count)
-        samples: NDArray[Any] = numpy.empty(positions.shape, numpy.int64)
-        for number in numpy.unique(rounds):
-            own = rounds == number
-            key = int(_random_numbers(self._key, numpy.array([number], numpy.uint64))[0])
-            samples[own] = Permutation(self._count, key).samples_at(positions[own] - number * numpy.uint64(self._count))
-        found: list[Any] = samples.tolist()
+        flat = positions.reshape(-1)
+        rounds: _Numbers = flat // numpy.uint64(self._count)
+        numbers: _Numbers = numpy.unique(rounds)
+        places: _Numbers = flat - rounds * numpy.uint64(self._count)
+        samples: NDArray[Any] = numpy.empty(flat.shape, numpy.int64)
+        by_round = rounds.argsort(kind="stable")
+        parts = numpy.split(by_round, rounds[by_round].searchsorted(numbers[1:]))
+        for key, own in zip(_random_numbers(self._key, numbers).tolist(), parts, strict=False):  # no positions have one part, an empty one
+            samples[own] = Permutation(self._count, key).samples_at(places[own])
+        found: list[Any] = samples.reshape(positions.shape).tolist()
         return found
 
 
