@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -235,14 +236,14 @@ def require(*modules: str) -> None:
 
 
 def above_zero(text: str) -> float:
-    """Return a number that is given on the command line, if it is above zero.
+    """Return a number that is given on the command line, if it is above zero and finite.
 
     >>> above_zero("10")
     10.0
     """
     number = float(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above zero")
     return number
 
 

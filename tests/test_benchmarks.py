@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import doctest
 import sys
@@ -32,6 +33,13 @@ GROWTH = Growth("made-up", "a <barrier>", "ranks", "ms", (LINEAR, FLAT), note="m
 def test_examples_in_docstrings(module):
     """The examples in the docstrings of the shared modules are right."""
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
+def test_times_that_make_no_sense(text):
+    """A time on the command line is above zero, and ends."""
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not a number above zero"):
+        figures.above_zero(text)
 
 
 # -- drawings ---------------------------------------------------------------------------------------------------------
