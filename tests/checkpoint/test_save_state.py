@@ -137,8 +137,9 @@ def test_every_optimizer_and_scheduler(tmp_path: Path, optimizer: str, schedule:
     assert updates(*again, 6) == expected
 
 
+@pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_fused_optimizer_of_parameters_in_other_layouts(tmp_path: Path, optimizer: str) -> None:
+def test_fused_optimizer_of_parameters_in_other_layouts(tmp_path: Path, optimizer: str, registered: bool) -> None:
     """Fused optimizers, which go through memory in order, go on exactly with weights in channels_last and transposed ones."""
 
     def prepared() -> tuple[Any, Any, Any]:
@@ -148,9 +149,11 @@ def test_fused_optimizer_of_parameters_in_other_layouts(tmp_path: Path, optimize
         model = torch.nn.Sequential(pictures, torch.nn.Flatten(), torch.nn.Linear(36, 2))
         model[2].weight = torch.nn.Parameter(torch.randn(36, 2).t())
         momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
-        return accelerator, *accelerator.prepare(
-            model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, fused=True, **momentum)
-        )
+        made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, fused=True, **momentum)
+        if registered:  # and stepped by the script itself
+            accelerator.register_for_checkpointing(made)
+            return accelerator, accelerator.prepare(model), made
+        return accelerator, *accelerator.prepare(model, made)
 
     def update(accelerator: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
         accelerator.backward(model(torch.linspace(-1, 1, 150).view(2, 3, 5, 5)).square().mean())

@@ -402,6 +402,8 @@ def _apply_plan(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> None:
             if number < len(saver.objects):
                 with _explain_refusal(plan.saved.where, f"registered object {number}", saver.objects[number]):
                     saver.objects[number].load_state_dict(stored)
+                    if isinstance(saver.objects[number], torch.optim.Optimizer):
+                        _match_strides(saver.objects[number])
 
     try:
         for step in (restore_fallible, restore_objects):
