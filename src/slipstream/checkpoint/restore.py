@@ -498,7 +498,7 @@ def _match_strides(optimizer: torch.optim.Optimizer) -> None:
     torch makes it so, and fused optimizers rely on it: the one for the CPU pairs elements by their place in memory (torch 2.13).
     """
     for parameter, entries in optimizer.state.items():
-        if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_contiguous():
+        if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or parameter.layout is not torch.strided or parameter.is_contiguous():
             continue
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if type(value) is torch.Tensor and value.layout is torch.strided and value.shape == parameter.shape:
