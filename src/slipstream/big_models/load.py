@@ -102,18 +102,20 @@ class _LoadedTensor(ModuleTensor):
     """The file, and the name in it."""
     is_shared: bool
     """Whether another weight, to which this one is not tied, has the same value tensor."""
+    is_converted: bool = field(init=False)
+    is_copied: bool = field(init=False)
+    is_written: bool = field(init=False)
+    """Whether it goes to the disk and the checkpoint's file cannot be used in place."""
+
+    def __post_init__(self) -> None:
+        self.is_converted = self.wanted is not self.value.dtype
+        self.is_copied = self.target is not None and (self.is_shared or self.is_converted or self.target != self.value.device)
+        in_place = self.origin is not None and self.origin[0].layout is not None and self.value.shape == self.held.shape
+        self.is_written = self.target is None and (self.is_converted or not in_place)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.wanted
-
-    @property
-    def is_converted(self) -> bool:
-        return self.wanted is not self.value.dtype
-
-    @property
-    def is_copied(self) -> bool:
-        return self.target is not None and (self.is_shared or self.is_converted or self.target != self.value.device)
 
     @property
     def fits_in_place(self) -> bool:
@@ -125,12 +127,6 @@ class _LoadedTensor(ModuleTensor):
     def needs_memory(self) -> bool:
         """Whether it takes memory of an accelerator."""
         return self.target is not None and self.target.type != HOST.type and not self.fits_in_place
-
-    @property
-    def is_written(self) -> bool:
-        """Whether it goes to the disk and the checkpoint's file cannot be used in place."""
-        in_place = self.origin is not None and self.origin[0].layout is not None and self.value.shape == self.held.shape
-        return self.target is None and (self.is_converted or not in_place)
 
     def release(self) -> None:
         """Release the pages that were copied."""
@@ -259,11 +255,10 @@ def _plan_loads(
 
 def _target_device(slots: Sequence[ModuleSlot], targets: ResolvedDeviceMap, offload_buffers: bool) -> torch.device | None:
     """Return the device of a tensor: in memory if one of its modules keeps it there; buffers in memory unless offloaded."""
-    devices = [targets[slot.name] for slot in slots]
-    for slot, device in zip(slots, devices, strict=True):
+    for slot in slots:
         if not targets.is_offloaded(slot.name):
-            return device
-    found = next((device for device in devices if device is not None), None)
+            return targets[slot.name]
+    found = next((device for slot in slots if (device := targets[slot.name]) is not None), None)
     if found is None and not slots[0].is_parameter:
         return None if offload_buffers and all(slot.persistent for slot in slots) else HOST
     return found

@@ -39,8 +39,8 @@ from slipstream.files.safetensors_layout import file_order_key
 from slipstream.logging import get_logger
 
 __all__ = [
-    "LoadReport", "METADATA", "TensorSlot", "TensorSlots", "Weights", "arrange_state_dict", "unwrap_module", "cast_weights",
-    "check_fit", "index_bytes", "load_into", "may_rename_keys", "plan_shards", "set_tensor", "shard_names",
+    "LoadReport", "METADATA", "TensorSlot", "TensorSlots", "Weights", "all_modules", "arrange_state_dict", "unwrap_module",
+    "cast_weights", "check_fit", "index_bytes", "load_into", "may_rename_keys", "plan_shards", "set_tensor", "shard_names",
     "split_sharded_state_dict", "split_state_dict", "tensor_slots", "tied_names", "write_weights",
 ]
 
@@ -240,6 +240,8 @@ def _misfit(given: Any, expected: Any) -> str | None:
         return None
     if not isinstance(given, (torch.Tensor, _TensorForm)):
         return f"a {type(given).__name__} in the file, a tensor in the model"
+    if given.shape == expected.shape and given.dtype is expected.dtype:
+        return None
     shape, dtype = tuple(given.shape), given.dtype or expected.dtype
     if shape != tuple(expected.shape) and not (shape == (1,) and not expected.shape):
         return f"{list(shape)} in the file, {list(expected.shape)} in the model"
@@ -253,7 +255,7 @@ def may_rename_keys(model: torch.nn.Module) -> bool:
     # torch internals: only these methods and hooks show whether a module has its own loading code (torch 2.13).
     # tests/checkpoint/test_weights.py notices; it can go when torch tells which names a module accepts.
     own = (torch.nn.Module.load_state_dict, torch.nn.Module._load_from_state_dict)
-    for module in model.modules():
+    for module in all_modules(model).values():
         kind = type(module)
         if module._load_state_dict_pre_hooks or kind.load_state_dict is not own[0] or "load_state_dict" in vars(module):
             return True
@@ -366,6 +368,24 @@ def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     if tensor.dtype != other.dtype or tensor.shape != other.shape or not tensor.numel():
         return tensor.dtype == other.dtype and tensor.shape == other.shape
     return memory_identity(tensor) == memory_identity(other) or torch.equal(pack_bytes(tensor), pack_bytes(other))
+
+
+def all_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return a module and all below it, by name: those of `named_modules(remove_duplicate=False)`, in half of its time.
+
+    >>> list(all_modules(torch.nn.Sequential(torch.nn.Linear(1, 1))))
+    ['', '0']
+    """
+    found: dict[str, torch.nn.Module] = {}
+
+    def add(name: str, module: torch.nn.Module) -> None:
+        found[name] = module
+        for key, child in module._modules.items():
+            if child is not None:
+                add(f"{name}.{key}" if name else key, child)
+
+    add("", model)
+    return found
 
 
 def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:

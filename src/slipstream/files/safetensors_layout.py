@@ -172,7 +172,7 @@ def _entry(name: str, described: Any, where: str) -> TensorEntry:
     start, end = offsets
     if math.prod(shape) * ITEM_SIZE[dtype] != end - start:
         raise _refusal(where, f"the tensor {shown!r} has {end - start:,} bytes, which is not what the shape {shape} of {dtype} takes")
-    if math.prod(filter(None, shape)) > _LARGEST // ITEM_SIZE[dtype]:  # a size of 0 hides the others from the check above
+    if start == end and math.prod(filter(None, shape)) > _LARGEST // ITEM_SIZE[dtype]:  # a size of 0 hides the others from the check above
         raise _refusal(where, f"the shape of the tensor {shown!r} has sizes that are too large")
     return TensorEntry(name, dtype, tuple(shape), start, end)
 
