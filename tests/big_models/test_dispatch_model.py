@@ -107,6 +107,18 @@ def test_offload_index_used_in_place(tmp_path):
     assert torch.equal(run(model), run(small()))
 
 
+def test_offload_index_is_checked_first(tmp_path):
+    """An index with a name that its file does not have is an error before the model changes."""
+    model = small()
+    before = dict(model.state_dict())
+    safetensors.torch.save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
+    entry = {"safetensors_file": str(tmp_path / "model.safetensors"), "weight_name": "missing"}
+    with pytest.raises(CheckpointError, match="has no tensor 'missing'"):
+        dispatch_model(model, MIXED, offload_index={"norm.weight": entry}, offload_dir=tmp_path / "parked")
+    assert all(value is not None and value.data_ptr() == before[name].data_ptr() for name, value in model.state_dict().items())
+    assert meta_names(model) == set()
+
+
 def test_state_dict_is_complete():
     """The state dict of a dispatched model is whole."""
     model = dispatch_model(small(), MIXED)

@@ -47,6 +47,7 @@ from slipstream.big_models.hooks.weight_swap import ModuleSlot, ModuleTensor, fi
 from slipstream.big_models.weight_store.offload_folder import group_by_size, save_offload_index, write_offload_files
 from slipstream.big_models.weight_store.store import decide_residency
 from slipstream.big_models.weight_store.weights import INDEX_NAME, FileTensor, OffloadedWeightsLoader, PrefixedDataset, read_index
+from slipstream.checkpoint.weights import all_modules
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import ConfigError, StateError
 from slipstream.files.atomic_files import check_local_path
@@ -105,7 +106,7 @@ def has_offloaded_modules(model: nn.Module) -> bool:
     >>> has_offloaded_modules(nn.Linear(1, 1))
     False
     """
-    return any(True for module in model.modules() for _ in _offload_hooks(module))
+    return any(True for module in all_modules(model).values() for _ in _offload_hooks(module))
 
 
 def _offload_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
@@ -113,10 +114,10 @@ def _offload_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
         yield from (hook for hook in get_hooks(module) if isinstance(hook, AlignDevicesHook) and hook.offload)
 
 
-def _find_offloaded_weights(model: nn.Module) -> dict[str, _OffloadedWeight]:
+def _find_offloaded_weights(modules: Mapping[str, nn.Module]) -> dict[str, _OffloadedWeight]:
     """Return the weights that hooks of a model load, by their names in it."""
     found: dict[str, _OffloadedWeight] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules.items():
         for hook in _offload_hooks(module):
             weights = hook.weights_map
             loader = getattr(weights, "dataset", weights)
@@ -145,7 +146,7 @@ def _remove_dispatch_hooks(model: nn.Module) -> None:
 
 def keep_in_memory(model: nn.Module, but: Collection[str]) -> None:
     """Undo a previous dispatch: offloaded weights, except those in `but`, become views of their files, and the hooks are removed."""
-    offloaded = _find_offloaded_weights(model)
+    offloaded = _find_offloaded_weights(all_modules(model))
     _remove_dispatch_hooks(model)
     made: dict[Hashable, torch.Tensor] = {}
     for slot in find_slots(model, recurse=True):
@@ -192,12 +193,11 @@ class Dispatcher:
         self._model, self._targets, self._always, self._room = model, targets, always, room
         self._state, self._index, self._loaded_index = state or {}, index or {}, loaded_index or {}
         self._in_place, self._offload_buffers, self._skip_keys = in_place or {}, offload_buffers, skip_keys
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules = all_modules(model)
         self._blocks = {name: whole for name, whole in blocks.items() if is_called(self._modules[name])}
         self._slots = {name: list(find_slots(self._modules[name], whole)) for name, whole in self._blocks.items()}
-        self._folder, self._given_folder = folder, folder
-        self._temporary: list[_TemporaryFolder] = []
-        self._earlier = _find_offloaded_weights(model)
+        self._folder, self._given_folder, self._temporary = folder, folder, list[_TemporaryFolder]()
+        self._earlier = _find_offloaded_weights(self._modules)
 
     @torch.inference_mode(False)  # weights of that mode could not be used outside of it
     def run(self, limit: int | None = None, *, must_hold: bool = False) -> None:
@@ -206,16 +206,16 @@ class Dispatcher:
         self._check_plain(tensors)
         blocks = self._offloaded_by_block(tensors)
         names = [name or "the model" for name in blocks]
-        if must_hold:  # before anything is written; the exact sizes in the files are known only later
+        if limit is not None and must_hold:  # before anything is written; the exact sizes in the files are known only later
             sizes = [sum(tensor.nbytes for tensor in block if tensor.target is None) for block in blocks.values()]
             _check_limit(limit, must_hold, names, sizes)
         self._write(blocks, tensors)
         offloaded = [tensor for tensor in tensors if tensor.offloaded]
         loader = self._loader(offloaded, limit)
-        sizes = [loader.size_of(tensor.name for tensor in block) for block in blocks.values()]
-        loader.store.limit = _check_limit(limit, must_hold, names, sizes)
-        largest = max((sum(tensor.nbytes for tensor in block) for block in blocks.values()), default=0)
-        loader.copies_ahead = self._room is None or 2 * largest <= self._room
+        if limit is not None:
+            sizes = [loader.size_of(tensor.name for tensor in block) for block in blocks.values()]
+            loader.store.limit = _check_limit(limit, must_hold, names, sizes)
+        loader.copies_ahead = self._room is None or all(2 * sum(part.nbytes for part in block) <= self._room for block in blocks.values())
         self._place_all(tensors)
         shared = (tensor.value for tensor in tensors if len(tensor.slots) > 1 and tensor.value is not None)
         self._attach(blocks, loader, {value.data_ptr(): {} for value in shared})
@@ -252,9 +252,8 @@ class Dispatcher:
         tensors = [ModuleTensor(slots, offloaded=all(map(self._is_offloaded, slots))) for slots in groups.values()]
         self._keep_unreached(tensors)
         # Buffers of a model on the meta device have their initial values, not the saved ones.
-        named = self._model.named_parameters(remove_duplicate=False)
-        is_empty = any(parameter.is_meta for name, parameter in named if name not in self._earlier)
-        is_empty = is_empty and not self._index and not self._loaded_index
+        slots = [] if self._index or self._loaded_index else [slot for tensor in tensors for slot in tensor.slots]
+        is_empty = any(slot.tensor.is_meta for slot in slots if slot.is_parameter and slot.name not in self._earlier)
         folder_index = {} if self._given_folder is None else read_index(self._given_folder)
         for entry in folder_index.values():
             check_name(entry.get("safetensors_file", INDEX_NAME), str(self._given_folder))
@@ -384,6 +383,7 @@ class Dispatcher:
         for earlier in {id(weight.loader): weight.loader for weight in self._earlier.values()}.values():
             if earlier is not None:
                 loader.use_files_of(earlier)
+        loader.find(index)
         return loader
 
     def _place(self, tensor: ModuleTensor, loader: OffloadedWeightsLoader) -> None:
@@ -666,7 +666,7 @@ def find_dispatch_blocks(
     `limit`: bytes of offloaded weights in host memory at a time; `room`: the same on the accelerator that runs them.
     """
     largest = _largest_block(limit, room)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = all_modules(model)
     order: dict[int, int] = {}
     for module in modules.values():
         order.setdefault(id(module), len(order))

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from slipstream.checkpoint.weights import all_modules
 from slipstream.config.names import nearest
 from slipstream.devices.table import CPU, FAMILIES, default_family
 from slipstream.errors import ConfigError
@@ -159,7 +160,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     """
     if not isinstance(device_map, Mapping):
         raise ConfigError(f'device_map={device_map!r} is not a dict. Write a device for each module, as in {{"embed": 0, "head": "cpu"}}.')
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = all_modules(model)
     tensors = _tensor_names(modules)
     known = {*tensors, *modules}
     if unknown := [name for name in device_map if name not in known]:
@@ -217,7 +218,7 @@ def warn_unknown_classes(model: nn.Module, given: Iterable[str] | None, argument
 def warn_unknown_tensors(model: nn.Module, given: Mapping[str, Any] | None, argument: str) -> None:
     """Warn of names that no parameter and no buffer of the model has."""
     if given:
-        known = {*_tensor_names(dict(model.named_modules(remove_duplicate=False)))}
+        known = {*_tensor_names(all_modules(model))}
         _warn_unknown(given, known, f"{argument} names the tensor", type(model).__name__)
 
 

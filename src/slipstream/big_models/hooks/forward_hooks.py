@@ -27,6 +27,7 @@ from slipstream.big_models.hooks.weight_swap import (
     normalize_device,
     wrap_like,
 )
+from slipstream.checkpoint.weights import all_modules
 from slipstream.devices.memory import clear_device_cache
 from slipstream.devices.table import default_family, device_for
 from slipstream.distributed.pytree import find_device, send_to_device
@@ -315,8 +316,9 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._home = weakref.ref(module)
             self._choose_offloaded(slots, keep=moved_in)
-        if self.execution_device is not None:
-            self._bring([slot for slot in slots if slot.name not in self._names])
+        stays = [slot for slot in slots if slot.name not in self._names]
+        if stays and self.execution_device is not None:
+            self._bring(stays)
         if self._names:
             offloaded = [slot for slot in slots if slot.name in self._names]
             self._prepare(offloaded)
@@ -522,7 +524,7 @@ class AlignDevicesHook(ModelHook):
 def _placeholders_of_others(module: torch.nn.Module, recurse: bool) -> set[int]:
     """Return the placeholders that other hooks of this module, or of those below, have put there."""
     found: set[int] = set()
-    for inner in module.modules() if recurse else (module,):
+    for inner in all_modules(module).values() if recurse else (module,):
         for hook in get_hooks(inner) if "_hf_hook" in vars(inner) else ():  # asking a module for what it does not have is slow
             names = hook._names if isinstance(hook, AlignDevicesHook) else {}
             if names:

@@ -210,12 +210,13 @@ def find_slots(module: torch.nn.Module, recurse: bool) -> Iterator[ModuleSlot]:
     waiting, seen = [("", module)], {id(module)}
     while waiting:
         prefix, owner = waiting.pop()
-        transient = owner._non_persistent_buffers_set
-        for store in (owner._parameters, owner._buffers):
-            for key, tensor in store.items():
-                if tensor is not None:
-                    yield ModuleSlot(prefix + key, store, key, tensor, owner, store is owner._parameters or key not in transient)
-        if recurse:
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield ModuleSlot(prefix + key, owner._parameters, key, parameter, owner, True)
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield ModuleSlot(prefix + key, owner._buffers, key, buffer, owner, key not in owner._non_persistent_buffers_set)
+        if recurse and owner._modules:
             inner = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
             inner = [(name, child) for name, child in inner if id(child) not in seen]
             seen.update(id(child) for _, child in inner)
@@ -421,8 +422,9 @@ class WeightSwapper:
 
     def __init__(self, groups: Iterable[Sequence[ModuleSlot]], bundle: Bundle, prefix: str = "") -> None:
         self._slots = [_SwappedTensor(slots) for slots in groups]
+        reference = _SwapperReference(self)
         for slot in self._slots:
-            setattr(make_placeholder(slot.first[2], f"{prefix}{slot.name}"), OWNER_ATTRIBUTE, _SwapperReference(self))
+            setattr(make_placeholder(slot.first[2], f"{prefix}{slot.name}"), OWNER_ATTRIBUTE, reference)
         self._bundle = bundle
         self._recall = getattr(bundle, "recall", None)
         self._arrive = getattr(bundle, "arrive", None)

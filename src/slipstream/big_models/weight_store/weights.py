@@ -142,6 +142,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self._found.update(tensors)
         self._files.update({self.index[name]["safetensors_file"]: tensor.file for name, tensor in tensors.items()})
 
+    def find(self, names: Iterable[str]) -> None:
+        """Raise if one of these weights is not in the file that the index names."""
+        for name in names:
+            if name not in self.state_dict:
+                self._placed(name)
+
     def size_of(self, names: Iterable[str]) -> int:
         """Return the bytes of files that are in memory when these weights are used together, as the store counts them."""
         placed = [self._placed(name) for name in names if name not in self.state_dict]
