@@ -106,7 +106,7 @@ def has_offloaded_modules(model: nn.Module) -> bool:
     >>> has_offloaded_modules(nn.Linear(1, 1))
     False
     """
-    return any(True for module in all_modules(model).values() for _ in _offload_hooks(module))
+    return any(True for module in model.modules() for _ in _offload_hooks(module))
 
 
 def _offload_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
