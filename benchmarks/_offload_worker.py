@@ -50,12 +50,17 @@ class Worker:
 
     # -- files ----------------------------------------------------------------------------------------------------------------
 
-    def save(self, shape: Shape, path: str) -> int:
-        """Write the weights of a model; return their bytes."""
-        from safetensors.torch import save_file
-
+    def save(self, shape: Shape, path: str, library: str) -> int:
+        """Write the weights of a model, with safetensors or with ours; return their bytes."""
         state = made(*shape, empty=False).state_dict()
-        save_file(state, path)
+        if library == "ours":
+            from slipstream.utils import save
+
+            save(state, path, safe_serialization=True)
+        else:
+            from safetensors.torch import save_file
+
+            save_file(state, path)
         os.sync()
         return sum(tensor.nbytes for tensor in state.values())
 
@@ -96,7 +101,7 @@ class Worker:
             load_tiny(library, folder)
             for shape in (("tower", 1, WIDTH), ("writer", 1)):
                 path = f"{folder}/{shape[0]}.safetensors"
-                self.save(shape, path)
+                self.save(shape, path, "safetensors")
                 self.open(library, shape, path, f"{folder}/{shape[0]}", name="small")
                 if shape[0] == "tower":
                     self._models["small"](batch())

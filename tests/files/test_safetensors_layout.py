@@ -49,6 +49,14 @@ def test_planned_file_is_readable(tensors: dict[str, Any], metadata: dict[str, s
     assert theirs == {name: (dtype, shape, math.prod(shape) * ITEM_SIZE[dtype]) for name, dtype, shape in items}
 
 
+@pytest.mark.parametrize(("rows", "alignment"), [(254, 64), (255, 4096), (100_000, 4096)])
+def test_data_of_large_files_begins_at_a_page(rows: int, alignment: int) -> None:
+    """From 1 MiB on; smaller files do not grow by a part of a page."""
+    header, layout = plan_layout([("weight", "F32", (rows, 1024)), ("bias", "F32", (1024,))])
+    assert layout.data_start == len(header) == alignment * -(-130 // alignment)
+    assert reading(header + bytes(layout.size - len(header))).entries == layout.entries
+
+
 BAD = {
     "shorter than a length": (b"1234567", "a header alone takes 8"),
     "a header longer than the file": ((1000).to_bytes(8, "little") + b"{}", "1,000 bytes, in a file of 10"),

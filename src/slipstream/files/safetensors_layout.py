@@ -46,6 +46,11 @@ LARGEST_HEADER: Final = 100_000_000
 ALIGNMENT: Final = 64
 """The alignment of torch's own memory for tensors, in bytes."""
 
+_PAGE: Final = 4096
+"""Where the data of large files begins: kernels read rows of mapped weights about 10 % slower that cross the boundaries of pages."""
+_LARGE: Final = 1 << 20
+"""Bytes of data from which on a file can spare part of a page."""
+
 _METADATA: Final = "__metadata__"
 _MOST_DIMS: Final = 64
 _LARGEST: Final = 2**63 - 1
@@ -93,8 +98,8 @@ def plan_layout(
 ) -> tuple[bytes, SafetensorsLayout]:
     """Return the header (with its length) for tensors given as (name, dtype, shape), stored in the order given, and their layout.
 
-    The data begins at a multiple of 64 bytes of the file. Between tensors the format allows no gap: `file_order_key` puts them into an
-    order in which almost all begin at such a multiple too.
+    The data begins at a multiple of 64 bytes of the file, of 4096 from 1 MiB on. Between tensors the format allows no gap: `file_order_key`
+    puts them into an order in which almost all begin at a multiple of 64 too.
 
     >>> header, layout = plan_layout([("weight", "F32", (2, 3)), ("bias", "F32", (2,))], {"format": "pt"})
     >>> layout.entries["bias"]
@@ -115,7 +120,7 @@ def plan_layout(
     for entry in entries.values():
         content[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.start, entry.end]}
     text = strict_json.dump(content)
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % (ALIGNMENT if end < _LARGE else _PAGE))
     if len(text) > LARGEST_HEADER:
         raise CheckpointError(
             f"The header of a file with {len(entries):,} tensors would have {len(text):,} bytes, more than the {LARGEST_HEADER:,} "
