@@ -97,13 +97,13 @@ class Writer(nn.Module):
 
 
 class Crowd(nn.Module):
-    """Many tensors of a few numbers each, two in a layer, a hundred layers in a group."""
+    """Many small tensors, two in a layer, a hundred layers in a group."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
         layers = tensors // 2
         groups = [min(100, layers - start) for start in range(0, layers, 100)]
-        self.groups = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(count)) for count in groups)
+        self.groups = nn.ModuleList(nn.ModuleList(nn.Linear(16, 16) for _ in range(count)) for count in groups)
 
 
 def made(kind: str, *sizes: int, empty: bool = True) -> Any:
